@@ -28,12 +28,12 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
     The range is first extended to contain zero, which every grid represents exactly. With
     ``levels = quant_max - quant_min``:
 
-    - affine: ``scale = (max - min) / levels`` and ``zero_point = quant_min - round(min / scale)``, clamped to the grid;
-    - symmetric: ``scale = max(|min|, |max|) / (levels / 2)``, and the zero point is 0 for signed codes, the upper middle
-      of the grid for unsigned ones (128 for 8 bits).
+    - affine: ``scale = (max - min) / levels``, ``zero_point = quant_min - round(min / scale)``, clamped to the grid;
+    - symmetric: ``scale = max(|min|, |max|) / (levels / 2)``; the zero point is 0 for signed codes, the upper middle of
+      the grid for unsigned ones (128 for 8 bits).
 
-    For full 8-bit grids this equals torch.ao's observers bit for bit. A scale is at least `SCALE_MIN`, and finite for any
-    finite range.
+    For full 8-bit grids this equals torch.ao's observers bit for bit. A scale is at least `SCALE_MIN`, and finite for
+    any finite range.
 
     Args:
         min_val: The lowest values, float32: 0-d, or 1-d with one value a channel.
@@ -62,7 +62,7 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
         middle = 0 if scheme.signed else (scheme.quant_min + scheme.quant_max + 1) // 2
         return scale.clamp(min=SCALE_MIN), torch.full_like(scale, middle, dtype=torch.int32)
     scale = (high - low) / levels
-    # The span of a huge range is not a float32; its quotient is. (Dividing first would differ from torch.ao in the last bit.)
+    # The span of a huge range is not a float32, its quotient is. (Dividing first is one bit off torch.ao elsewhere.)
     scale = torch.where(scale.isinf(), high / levels - low / levels, scale).clamp(min=SCALE_MIN)
     zero_point = scheme.quant_min - torch.round(low / scale).to(torch.int32)
     return scale, zero_point.clamp(scheme.quant_min, scheme.quant_max)
@@ -116,9 +116,10 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme)
     """Returns ``x`` rounded to the grid, still in floating point: ``dequantize(quantize(x))`` bit for bit.
 
     Its gradient is the straight-through estimator: it passes where the code lies in the grid, and is zero where it was
-    clamped. The backward keeps one bool an element. The values equal those of torch's ``fake_quantize_per_tensor_affine``
-    and ``fake_quantize_per_channel_affine``, whose CPU kernels are not vectorised (these passes take a quarter of their
-    time) and which wrap where a code is beyond int64; here huge values saturate and NaN stays NaN.
+    clamped. The backward keeps one bool an element. Values and gradients equal those of torch's
+    ``fake_quantize_per_tensor_affine`` and ``fake_quantize_per_channel_affine``, whose CPU kernels are not vectorised
+    (these passes take about a quarter of their time), and whose codes wrap beyond int64: here huge values saturate and
+    NaN stays NaN.
 
     Args:
         x: Floating point values, of any shape and memory format; left as they are.

@@ -1,0 +1,53 @@
+"""MinMaxObserver: the range of everything seen."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qlightning.observers.base import Observer
+from qlightning.qscheme import QScheme
+
+
+class MinMaxObserver(Observer):
+    """The lowest and the highest value ever seen: nothing is clipped, and one outlier sets the scale.
+
+    The usual choice for weights, and for activations whose range is bounded. Equals torch.ao's ``MinMaxObserver`` and
+    ``PerChannelMinMaxObserver``.
+
+    Args:
+        scheme: The grid; with an axis, one range for each slice along it.
+        nonfinite: ``"raise"`` an error at NaN and infinity, or ``"skip"`` them.
+
+    Example:
+        >>> observer = MinMaxObserver(QScheme(axis=0))
+        >>> _ = observer(torch.tensor([[-1.0, 2.0], [0.5, 3.0]]))
+        >>> observer.range()
+        (tensor([-1.0000,  0.5000]), tensor([2., 3.]))
+    """
+
+    min_val: Tensor
+    max_val: Tensor
+
+    def __init__(self, scheme: QScheme, *, nonfinite: Literal["raise", "skip"] = "raise") -> None:
+        super().__init__(scheme, nonfinite=nonfinite)
+        # The neutral element of min and max, 0-d for any number of channels.
+        self.add_state("min_val", torch.tensor(torch.inf), reduction="min")
+        self.add_state("max_val", torch.tensor(-torch.inf), reduction="max")
+
+    def update(self, x: Tensor) -> None:
+        self.update_range(*self.extremes(x))
+
+    def update_range(self, low: Tensor, high: Tensor) -> None:
+        """Takes in the extremes of a batch."""
+        self.set_state("min_val", torch.minimum(self.min_val, low))
+        self.set_state("max_val", torch.maximum(self.max_val, high))
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        return self.min_val, self.max_val
+
+    def _record(self, x: Tensor, low: Tensor, high: Tensor) -> None:
+        """Only the extremes count: spares the float32 copy of a low-precision batch."""
+        self.update_range(low, high)

@@ -1,0 +1,61 @@
+"""MovingAverageObserver: the moving average of the batches' ranges."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qlightning.errors import ConfigError
+from qlightning.observers.minmax import MinMaxObserver
+from qlightning.qscheme import QScheme
+
+
+class MovingAverageObserver(MinMaxObserver):
+    """A moving average of each batch's minimum and maximum: follows the activations while the weights train.
+
+    The first batch sets the range; then ``min += averaging_constant * (min(x) - min)``, and the maximum likewise.
+    Equals torch.ao's ``MovingAverageMinMaxObserver`` and ``MovingAveragePerChannelMinMaxObserver``. Ranks combine
+    by their mean.
+
+    Args:
+        scheme: The grid; with an axis, one range for each slice along it.
+        averaging_constant: The weight of a new batch, above 0 up to 1 (only the last batch counts).
+        nonfinite: ``"raise"`` an error at NaN and infinity, or ``"skip"`` them.
+
+    Raises:
+        ConfigError: The averaging constant is out of its limits.
+
+    Example:
+        >>> observer = MovingAverageObserver(QScheme(), averaging_constant=0.5)
+        >>> for batch in (torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 3.0])):
+        ...     _ = observer(batch)
+        >>> observer.range()
+        (tensor(-0.5000), tensor(2.))
+    """
+
+    def __init__(
+        self, scheme: QScheme, averaging_constant: float = 0.01, *, nonfinite: Literal["raise", "skip"] = "raise"
+    ) -> None:
+        super().__init__(scheme, nonfinite=nonfinite)
+        if not 0 < averaging_constant <= 1:
+            raise ConfigError(f"MovingAverageObserver averaging_constant={averaging_constant!r}: above 0, up to 1.")
+        self.averaging_constant = averaging_constant
+        self.add_state("min_val", torch.tensor(torch.inf), reduction="mean")
+        self.add_state("max_val", torch.tensor(-torch.inf), reduction="mean")
+
+    def update_range(self, low: Tensor, high: Tensor) -> None:
+        self.set_state("min_val", self._average(self.min_val, low))
+        self.set_state("max_val", self._average(self.max_val, high))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, averaging_constant={self.averaging_constant}"
+
+    def _average(self, old: Tensor, new: Tensor) -> Tensor:
+        """Averages where there are two finite values; else the finite one stands (a channel not seen is infinite)."""
+        average = old + self.averaging_constant * (new - old)
+        # For differences beyond float32 (from -3e38 to 3e38). Elsewhere this form is one bit off torch.ao.
+        weighted = (1 - self.averaging_constant) * old + self.averaging_constant * new
+        average = torch.where(average.isfinite(), average, weighted)
+        return torch.where(old.isinf(), new, torch.where(new.isinf(), old, average))
