@@ -52,9 +52,11 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
         >>> round(scale.item(), 4), zero_point.item()
         (0.01, 0)
     """
-    valid = (min_val <= max_val) & (min_val > -math.inf) & (max_val < math.inf)
-    if not valid.all():
-        _raise_for_range(min_val, max_val)
+    # One number tells that all is well; what is not, or beyond float32, is looked at closely.
+    narrowest, widest = (max_val - min_val).aminmax()
+    ordinary = narrowest.item() >= 0 and widest.item() < math.inf
+    if not ordinary:
+        _check_range(min_val, max_val)
     low, high = min_val.clamp(max=0.0), max_val.clamp(min=0.0)
     levels = float(scheme.quant_max - scheme.quant_min)
     if scheme.symmetric:
@@ -62,8 +64,10 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
         middle = 0 if scheme.signed else (scheme.quant_min + scheme.quant_max + 1) // 2
         return scale.clamp(min=SCALE_MIN), torch.full_like(scale, middle, dtype=torch.int32)
     scale = (high - low) / levels
-    # The span of a huge range is not a float32, its quotient is. (Dividing first is one bit off torch.ao elsewhere.)
-    scale = torch.where(scale.isinf(), high / levels - low / levels, scale).clamp(min=SCALE_MIN)
+    if not ordinary:
+        # The span of a huge range is no float32, its quotient is. (Dividing first is one bit off torch.ao elsewhere.)
+        scale = torch.where(scale.isinf(), high / levels - low / levels, scale)
+    scale = scale.clamp(min=SCALE_MIN)
     zero_point = scheme.quant_min - torch.round(low / scale).to(torch.int32)
     return scale, zero_point.clamp(scheme.quant_min, scheme.quant_max)
 
@@ -196,15 +200,19 @@ def _round_trip(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, m
     rows = x.shape[0] if x.ndim else 1
     if x.is_cpu and x.numel() > BLOCK_NUMEL and not torch.compiler.is_compiling():
         rows = max(1, BLOCK_NUMEL * rows // x.numel())
+    # The zero point of a symmetric signed grid is 0: adding the number spares a pass, and still turns -0.0 into 0.0.
+    centred = scheme.symmetric and scheme.signed
     along_rows = scale.ndim > 0 and scale.shape[0] > 1
     for start in range(0, x.shape[0] if x.ndim else 1, max(rows, 1)):
         block = slice(start, start + rows) if x.ndim else ...
         part = block if along_rows else ...
-        codes = (x[block].float() * inverse[part]).round_().add_(zero_point[part])
+        codes = (x[block].float() * inverse[part]).round_().add_(0.0 if centred else zero_point[part])
         clamped = torch.clamp(codes, scheme.quant_min, scheme.quant_max, out=out[block])
         if mask is not None:
             torch.eq(clamped, codes, out=mask[block])
-        clamped.sub_(zero_point[part]).mul_(scale[part])
+        if not centred:
+            clamped.sub_(zero_point[part])
+        clamped.mul_(scale[part])
     return out.to(x.dtype)
 
 
@@ -227,8 +235,8 @@ def _aligned(qparam: Tensor, x: Tensor, axis: int | None) -> Tensor:
     return qparam.detach().to(torch.float32).reshape(shape)
 
 
-def _raise_for_range(min_val: Tensor, max_val: Tensor) -> None:
-    """Says what is wrong with a range."""
+def _check_range(min_val: Tensor, max_val: Tensor) -> None:
+    """Says what is wrong with a range, if anything is."""
     unseen = min_val > max_val
     bounds = torch.stack(torch.broadcast_tensors(min_val, max_val))
     if (bounds.isnan() | (bounds.isinf() & ~unseen)).any():
@@ -236,6 +244,8 @@ def _raise_for_range(min_val: Tensor, max_val: Tensor) -> None:
             f"NaN or infinity in the range to quantize (minimum {_shown(min_val)}, maximum {_shown(max_val)}). "
             "Look for the layer that made it."
         )
+    if not unseen.any():
+        return
     where = f" in {int(unseen.sum())} of {unseen.numel()} channels" if unseen.ndim else ""
     raise CalibrationError(f"No range{where}: nothing was observed. Run batches through the observer first.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -158,7 +159,7 @@ class Observer(nn.Module):
             return x
         seen = x.detach()
         low, high = _extremes(seen, self.scheme.axis)
-        if not _finite(low, high):
+        if not all_finite(low, high):
             if self.nonfinite == "raise":
                 raise NonFiniteError(
                     f"{type(self).__name__} got NaN or infinity in a tensor of shape {tuple(x.shape)} ({x.dtype}). "
@@ -230,7 +231,12 @@ def _extremes(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     return x.amin(rest).float(), x.amax(rest).float()
 
 
-def _finite(low: Tensor, high: Tensor) -> bool:
+def all_finite(low: Tensor, high: Tensor) -> bool:
+    """Whether a range has neither NaN nor infinity, in one transfer from the device where all is well."""
+    span = high - low
+    if math.isfinite((span.max() if span.ndim else span).item()):
+        return True
+    # The span of a range may also be beyond float32.
     return bool((low.isfinite() & high.isfinite()).all())
 
 

@@ -21,10 +21,10 @@ MIN_WIDTH_EXPONENT = -100
 BLOCK_NUMEL = 2**17
 """Elements counted at a time: the temporaries stay in the cache."""
 
-SEARCH_NUMEL = 2**17
+SEARCH_NUMEL = 2**16
 """Candidate grids times codes in the first round of the search, some milliseconds."""
 
-ZOOM = 9
+ZOOM = 5
 """Candidates for each end of the range in a later round."""
 
 
@@ -221,7 +221,7 @@ def _search(error: _GridError, lowest: float, highest: float, bins: int) -> tupl
         index = int(errors.argmin())
         if errors[index] < best:
             best, center = errors[index].item(), (low[index].item(), high[index].item())
-        if step < 0.5 / bins:
+        if step < 1 / bins:
             return lowest * math.exp(center[0]), highest * math.exp(center[1])
         count = ZOOM if two_sided else ZOOM**2
         offsets = step * torch.linspace(1, -1, count, dtype=torch.float64)

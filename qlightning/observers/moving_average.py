@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qlightning.errors import ConfigError
+from qlightning.observers.base import all_finite
 from qlightning.observers.minmax import MinMaxObserver
 from qlightning.qscheme import QScheme
 
@@ -46,16 +47,21 @@ class MovingAverageObserver(MinMaxObserver):
         self.add_state("max_val", torch.tensor(-torch.inf), reduction="mean")
 
     def update_range(self, low: Tensor, high: Tensor) -> None:
-        self.set_state("min_val", self._average(self.min_val, low))
-        self.set_state("max_val", self._average(self.max_val, high))
+        constant = self.averaging_constant
+        min_val = self.min_val + constant * (low - self.min_val)
+        max_val = self.max_val + constant * (high - self.max_val)
+        if not all_finite(min_val, max_val):
+            min_val, max_val = self._average(self.min_val, low), self._average(self.max_val, high)
+        self.set_state("min_val", min_val)
+        self.set_state("max_val", max_val)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, averaging_constant={self.averaging_constant}"
 
     def _average(self, old: Tensor, new: Tensor) -> Tensor:
-        """Averages where there are two finite values; else the finite one stands (a channel not seen is infinite)."""
+        """Averages channels that may have been seen once or never (infinite), or that moved by more than a float32."""
         average = old + self.averaging_constant * (new - old)
-        # For differences beyond float32 (from -3e38 to 3e38). Elsewhere this form is one bit off torch.ao.
+        # From -3e38 to 3e38, say. Elsewhere this form is one bit off torch.ao.
         weighted = (1 - self.averaging_constant) * old + self.averaging_constant * new
         average = torch.where(average.isfinite(), average, weighted)
         return torch.where(old.isinf(), new, torch.where(new.isinf(), old, average))
