@@ -179,7 +179,7 @@ class _GridError:
         counts = histogram.double().cpu()
         centers = torch.arange(counts.numel(), dtype=torch.float64) + 0.5
         zero = counts.new_zeros(1)
-        self.density = torch.cat((counts, zero))
+        self.half_density = torch.cat((counts / 2, zero))
         self.below = torch.cat((zero, counts.cumsum(0)))
         self.integral = torch.cat((zero, (self.below[:-1] + counts / 2).cumsum(0)))
         self.moments = [counts.sum(), (counts * centers).sum(), (counts * (centers.square() + 1 / 12)).sum()]
@@ -190,9 +190,12 @@ class _GridError:
         scale = scale32.double() / self.width
         codes = torch.arange(self.scheme.quant_min, self.scheme.quant_max, dtype=torch.float64) + 0.5
         edges = ((codes - zero_point[:, None]) * scale[:, None] - self.first).clamp_(min=0)
-        number = edges.clamp(max=self.density.numel() - 1).long()
+        edges = edges.flatten()
+        number = edges.clamp(max=self.half_density.numel() - 1).int()
         within = edges - number
-        integral = self.integral[number] + within * (self.below[number] + within * self.density[number] / 2)
+        # index_select with int32 takes a fifth of the time of indexing.
+        integral, below, half = (t.index_select(0, number) for t in (self.integral, self.below, self.half_density))
+        integral = within.mul(half).add_(below).mul_(within).add_(integral).view(len(scale), -1)
         last = (self.scheme.quant_max - zero_point) * scale - self.first
         zeroth, first, second = self.moments
         return second - 2 * last * first + last.square() * zeroth - 2 * scale * integral.sum(1)
