@@ -1,0 +1,98 @@
+"""The figures of a run: how they are measured, written and shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+import statistics
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+Metrics = dict[str, Any]
+FILE = "metrics.json"
+
+
+def size_mb(model: nn.Module) -> float:
+    """Returns what the state dict takes on disk, in megabytes (1e6 bytes)."""
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    return buffer.getbuffer().nbytes / 1e6
+
+
+def latency_ms(models: Mapping[str, nn.Module], images: Tensor, rounds: int = 50, warmup: int = 10) -> dict[str, float]:
+    """Returns the median time of a forward in milliseconds, for each model.
+
+    The models take turns, so that whatever else the machine does meets them alike.
+
+    Args:
+        models: By name; on the CPU, set to eval mode.
+        images: What each is called with.
+        rounds: Timed calls of each model.
+        warmup: Calls before these.
+    """
+    times: dict[str, list[float]] = {name: [] for name in models}
+    with torch.no_grad():
+        for turn in range(warmup + rounds):
+            for name, model in models.items():
+                model.eval()
+                start = time.perf_counter()
+                model(images)
+                if turn >= warmup:
+                    times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def versions() -> dict[str, str | int]:
+    """Returns what the figures depend on beside the config: packages, processor, threads."""
+    packages = ("qlightning", "torch", "torchvision", "pytorch-lightning")
+    found: dict[str, str | int] = {name: metadata.version(name) for name in packages}
+    return {**found, "python": platform.python_version(), "cpu": _cpu(), "threads": torch.get_num_threads()}
+
+
+def write(metrics: Metrics, folder: Path) -> Path:
+    """Writes ``metrics.json`` into a folder."""
+    path = folder / FILE
+    path.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def table(metrics: Metrics) -> Table:
+    """Shows the figures of one run."""
+    rows = Table("model", "accuracy", "size (MB)", "latency (ms)", title=f"{metrics['int8_layers']} layers in int8")
+    for name, label in (("float", "float"), ("fake_quant", "fake-quantized"), ("int8", "int8")):
+        row = metrics[name]
+        if name == "int8":
+            label = f"int8, {row['backend']}"
+        rows.add_row(label, _percent(row["accuracy"]), *(_number(row.get(key)) for key in ("size_mb", "latency_ms")))
+    return rows
+
+
+def comparison(runs: Mapping[str, Metrics], title: str = "") -> Table:
+    """Shows the figures of several runs, by what distinguishes them."""
+    rows = Table("run", "float", "fake-quantized", "int8", "size (MB)", "latency (ms)", title=title)
+    for name, metrics in runs.items():
+        accuracies = (_percent(metrics[kind]["accuracy"]) for kind in ("float", "fake_quant", "int8"))
+        rows.add_row(name, *accuracies, *(_number(metrics["int8"][key]) for key in ("size_mb", "latency_ms")))
+    return rows
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f} %"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

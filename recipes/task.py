@@ -1,0 +1,69 @@
+"""Image classification as a LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytorch_lightning as pl
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics.classification import MulticlassAccuracy
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+ScheduleFactory = Callable[[Optimizer, int], LRScheduler]
+
+
+class ClassificationTask(pl.LightningModule):
+    """Trains ``net`` with cross entropy; logs ``train/loss``, ``val/accuracy`` and ``test/accuracy`` (fractions).
+
+    Args:
+        net: Images to logits (N, ``num_classes``).
+        num_classes: How many classes there are.
+        optimizer: Parameters to optimizer; None where the task is only evaluated.
+        schedule: Optimizer and number of steps to a scheduler that is stepped after each batch; None for a constant
+            rate.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        num_classes: int,
+        optimizer: OptimizerFactory | None = None,
+        schedule: ScheduleFactory | None = None,
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        self.val_accuracy(self(images), labels)
+        self.log("val/accuracy", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        self.test_accuracy(self(images), labels)
+        self.log("test/accuracy", self.test_accuracy)
+
+    def configure_optimizers(self) -> Any:
+        assert self._optimizer is not None, "a task without an optimizer is only evaluated"
+        optimizer = self._optimizer(self.parameters())
+        if self._schedule is None:
+            return optimizer
+        scheduler = self._schedule(optimizer, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,0 +1,24 @@
+"""Trains, quantizes and evaluates, as ``conf/`` says: ``python scripts/train.py +recipe=mobilenet_qat``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # recipes/ stands beside scripts/ and is not installed
+
+from recipes.pipeline import run
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(config: DictConfig) -> None:
+    """Runs the composed config."""
+    run(config, Path(HydraConfig.get().runtime.output_dir))
+
+
+if __name__ == "__main__":
+    main()
