@@ -166,11 +166,12 @@ class Observer(nn.Module):
                     "Look for the layer that made it, or build the observer with nonfinite='skip'."
                 )
             seen, low, high = _without_nonfinite(seen, self.scheme.axis)
+            if not (low <= high).any():
+                return x
         self.seen_dtype = x.dtype
         if tuple(x.shape) not in self.seen_shapes and len(self.seen_shapes) < SEEN_SHAPES:
             self.seen_shapes.append(tuple(x.shape))
-        if (low <= high).any():
-            self._record(seen, low, high)
+        self._record(seen, low, high)
         return x
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,10 +218,17 @@ class Observer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def in_memory_order(x: Tensor) -> Tensor:
+    """Returns the elements as they lie in memory, 1-d: channels_last needs no copy, and no slow strides."""
+    if x.is_contiguous():
+        return x.view(-1)
+    return x.permute(sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])).reshape(-1)
+
+
 def _extremes(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     """Returns the float32 minimum and maximum, NaN where there is NaN."""
     if axis is None:
-        low, high = torch.aminmax(x)
+        low, high = torch.aminmax(in_memory_order(x))
         return low.float(), high.float()
     if not -x.ndim <= axis < x.ndim:
         raise ConfigError(f"QScheme axis={axis}: a tensor of shape {tuple(x.shape)} has no such dimension.")
@@ -250,7 +258,8 @@ def _without_nonfinite(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor, Ten
     if axis is None:
         rest = x[finite]
         if rest.numel() == 0:
-            return rest, torch.tensor(torch.inf), torch.tensor(-torch.inf)
+            nothing = torch.full((), torch.inf, device=x.device)
+            return rest, nothing, -nothing
         return rest, *_extremes(rest, None)
     low, _ = _extremes(torch.where(finite, x, torch.inf), axis)
     _, high = _extremes(torch.where(finite, x, -torch.inf), axis)

@@ -11,15 +11,12 @@ from torch import Tensor
 
 from qlightning import functional
 from qlightning.errors import CalibrationError, ConfigError
-from qlightning.observers.base import Observer
+from qlightning.observers.base import Observer, in_memory_order
 from qlightning.qscheme import QScheme
 
 MIN_BINS = 256
 MIN_WIDTH_EXPONENT = -100
 """Bins are no narrower than ``2 ** -100``, whose reciprocal is a float32. With 256 bins or more none is too wide."""
-
-BLOCK_NUMEL = 2**17
-"""Elements counted at a time: the temporaries stay in the cache."""
 
 SEARCH_NUMEL = 2**16
 """Candidate grids times codes in the first round of the search, some milliseconds."""
@@ -121,7 +118,8 @@ class HistogramObserver(Observer):
 
     def _cover(self, low: Tensor, high: Tensor, at_least: float = 0.0) -> None:
         """Widens the histogram to a range."""
-        old, first = self.width.item(), self._first_bin() if self.observed else 0
+        old = self.width.item()
+        first = self._first_bin() if old else 0
         width = max(_bin_width(low.item(), high.item(), self.bins), old, at_least)
         self.set_state("min_val", low)
         self.set_state("max_val", high)
@@ -146,9 +144,8 @@ def _first_bin(low: float, width: float) -> int:
 
 def _count(x: Tensor, width: float, first: int, bins: int) -> Tensor:
     """Returns the histogram of a tensor."""
-    # In the order of the memory, so that channels_last needs no copy.
-    flat = x.permute(sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])).reshape(-1)
-    size = BLOCK_NUMEL if x.is_cpu else flat.numel()
+    flat = in_memory_order(x)
+    size = functional.BLOCK_NUMEL if x.is_cpu else flat.numel()
     scaled = flat.new_empty(min(size, flat.numel()))
     index = torch.empty_like(scaled, dtype=torch.int32)
     counts = torch.zeros(bins, dtype=torch.int64, device=x.device)
