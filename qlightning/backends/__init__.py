@@ -1,0 +1,5 @@
+"""Kernel families that int8 models run on."""
+
+from qlightning.backends.base import Backend, available, backends, resolve_backend
+
+__all__ = ["Backend", "available", "backends", "resolve_backend"]

@@ -1,0 +1,124 @@
+"""Backend: one kernel family as a value: which schemes it takes, what it wants of the CPU, how it lowers."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import fx, nn
+
+from qlightning.errors import BackendError, ConfigError, closest
+from qlightning.qconfig import QConfig
+from qlightning.qscheme import QScheme
+
+Lower = Callable[[fx.Graph, nn.Module], fx.Graph]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel family that int8 models run on.
+
+    Args:
+        name: What users call it.
+        lower: Turns a QDQ graph and the module it belongs to into a graph of kernels.
+        unavailable: Why this machine cannot run it; empty where it can.
+        reduced: The operand that gets one bit less, where the kernels of this CPU add products of full 8-bit operands
+            up in 16 bits and would saturate; None where they cannot.
+        accepts: Says what is wrong with a pair of schemes (activation, weight); empty where it takes them.
+    """
+
+    name: str
+    lower: Lower
+    unavailable: str = ""
+    reduced: Literal["activation", "weight"] | None = None
+    accepts: Callable[[QScheme, QScheme], str] = lambda activation, weight: ""
+
+    def adapt(self, qconfig: QConfig) -> QConfig:
+        """Returns the settings with the ranges that the kernels need.
+
+        Raises:
+            BackendError: The kernels do not take the schemes.
+        """
+        problem = self.accepts(qconfig.activation, qconfig.weight)
+        if problem:
+            raise BackendError(
+                f"backend {self.name!r}: {problem} Change the scheme, or use backend='reference', which takes all."
+            )
+        if self.reduced is not None:
+            scheme = getattr(qconfig, self.reduced)
+            if scheme.bits == 8:
+                qconfig = replace(qconfig, **{self.reduced: scheme.reduced()})
+        overrides = {pattern: c if c is None else self.adapt(c) for pattern, c in qconfig.overrides.items()}
+        return replace(qconfig, overrides=overrides)
+
+    def saturates(self, activation: QScheme, weight: QScheme) -> bool:
+        """Whether sums of these operands can exceed what the kernels add up in."""
+        return self.reduced is not None and activation.bits == 8 and weight.bits == 8
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@lru_cache
+def backends() -> dict[str, Backend]:
+    """All backends by name, those that this machine lacks included."""
+    from qlightning.backends import onednn, reference
+
+    return {backend.name: backend for backend in (onednn.build(), reference.build())}
+
+
+def available() -> list[str]:
+    """Names of the backends that this machine can run."""
+    return [name for name, backend in backends().items() if not backend.unavailable]
+
+
+def resolve_backend(backend: str | Backend) -> Backend:
+    """Returns the backend of a name; ``"auto"`` picks by the CPU.
+
+    Raises:
+        ConfigError: No backend has this name.
+        BackendError: This machine cannot run it.
+
+    Example:
+        >>> resolve_backend("reference").name
+        'reference'
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if not isinstance(backend, str):
+        raise ConfigError(f"backend={backend!r}: a name or a Backend is needed; here: {', '.join(available())}.")
+    if backend == "auto":
+        return _auto()
+    if backend not in backends():
+        raise ConfigError(
+            f"Unknown backend {backend!r}.{closest(backend, backends())} Available on this machine: "
+            f"auto, {', '.join(available())}."
+        )
+    found = backends()[backend]
+    if found.unavailable:
+        raise BackendError(
+            f"Backend {backend!r} cannot run here: {found.unavailable} Available on this machine: {', '.join(available())}."
+        )
+    return found
+
+
+def _auto() -> Backend:
+    onednn = backends()["onednn"]
+    if not onednn.unavailable:
+        return onednn
+    warnings.warn(
+        f"No int8 kernels on this machine ({platform.machine()}: {onednn.unavailable}) The backend is 'reference', which "
+        f"gives the int8 results at float speed.",
+        stacklevel=3,
+    )
+    return backends()["reference"]
+
+
+def cpu_has_int8_dot_products() -> bool:
+    """Whether the CPU adds int8 products up in 32 bits (VNNI, AMX), so that nothing saturates."""
+    return bool(torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported())

@@ -1,0 +1,218 @@
+"""FakeQuantize: an observer and the grid it found, applied to a tensor with straight-through gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qlightning.errors import NonFiniteError
+from qlightning.functional import fake_quantize
+from qlightning.qscheme import QScheme
+
+
+class FakeQuantize(nn.Module):
+    """Rounds a tensor to the grid that its observer has found.
+
+    It observes floating point tensors only while it trains (``module.train()``) and ``observer_enabled``, or inside
+    :func:`calibrating`; validation, test and prediction never move it. While it has observed nothing it passes
+    tensors through. The two switches are plain Python flags: they follow from the schedule and are never saved.
+
+    Args:
+        scheme: The grid.
+        observer: A module with ``forward(x)`` and ``calculate_qparams() -> (scale, zero_point)``.
+        name: The place in the model, for messages.
+
+    Attributes:
+        scale: float32, 0-d or one per channel; 0 while nothing was observed. Saved.
+        zero_point: int32, of the same shape. Saved.
+        seen_ndims: The numbers of dimensions of the tensors observed in this process.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, scheme: QScheme, observer: nn.Module, name: str = "") -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.observer = observer
+        self.name = name
+        self.observer_enabled = True
+        self.fake_quant_enabled = True
+        self.calibrating = False
+        self.observed = False
+        self.seen_ndims: set[int] = set()
+        self.register_buffer("scale", torch.zeros(()))
+        self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: Any) -> Any:
+        """Observes ``x`` where that is its turn, and returns it on the grid, in its own dtype.
+
+        Raises:
+            NonFiniteError: ``x`` holds NaN or infinity where a range was to be observed; names the layer.
+        """
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if self.calibrating:
+            self._observe(x)
+            return x
+        if self.training and self.observer_enabled:
+            self._observe(x)
+            self.refresh()
+        if not (self.fake_quant_enabled and self.observed):
+            return x
+        return fake_quantize(x, self.scale, self.zero_point, self.scheme)
+
+    def _observe(self, x: Tensor) -> None:
+        self.seen_ndims.add(x.dim())
+        try:
+            with torch.no_grad():
+                self.observer(x.detach())
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{self.name or type(self).__name__}: {error}") from error
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Takes scale and zero point from what the observer has seen."""
+        scale, zero_point = self.observer.calculate_qparams()
+        if self.scale.shape != scale.shape:
+            self.scale, self.zero_point = (
+                torch.empty_like(self.scale.new_empty(scale.shape)),
+                self.zero_point.new_empty(scale.shape),
+            )
+        self.scale.copy_(scale)
+        self.zero_point.copy_(zero_point)
+        self.observed = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FakeQuantize:
+        scale = self.scale
+        super()._apply(fn, recurse)
+        if self.scale.dtype != scale.dtype:  # half() and the like: the grid keeps its precision, only the device moves
+            self.scale = scale.to(self.scale.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("scale", "zero_point"):
+            saved, own = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(saved, Tensor) and saved.shape != own.shape:
+                setattr(self, name, own.new_zeros(saved.shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.observed = bool((self.scale > 0).all())
+
+    def extra_repr(self) -> str:
+        """The scheme, for ``print(model)``."""
+        return str(self.scheme)
+
+
+class WeightFakeQuantize(FakeQuantize):
+    """A FakeQuantize for a layer's weight, whose channels are always the output channels.
+
+    Args:
+        scheme: The grid; axis 0 means the output channels.
+        observer: As for FakeQuantize.
+        name: The layer, for messages.
+        transposed_groups: The ``groups`` of a transposed convolution, whose weight is stored as
+            (in, out / groups, ...); None for all other layers, stored as (out, in / groups, ...).
+    """
+
+    def __init__(
+        self, scheme: QScheme, observer: nn.Module, name: str = "", transposed_groups: int | None = None
+    ) -> None:
+        super().__init__(scheme, observer, name)
+        self.transposed_groups = transposed_groups
+
+    def forward(self, weight: Tensor, multiplier: Tensor | None = None) -> Tensor:
+        """Returns the weight on the grid.
+
+        Args:
+            weight: In the layer's own layout.
+            multiplier: float32 (out,): the factor that a BatchNorm behind the layer will scale its channels by, where
+                the grid does not scale along with it: FQ(w * s) / s is then what folding gives.
+        """
+        if self.calibrating and self.observed:
+            return weight
+        w = self.to_output_first(weight)
+        if multiplier is not None:
+            multiplier = multiplier.view(-1, *[1] * (w.dim() - 1)).to(w.dtype)
+            w = w * multiplier
+        w = super().forward(w)
+        if self.calibrating:
+            self.refresh()
+            return weight
+        if multiplier is not None:
+            w = w / multiplier
+        return self.from_output_first(w)
+
+    def _observe(self, x: Tensor) -> None:
+        # The whole weight is seen every time, so what it was before does not count.
+        if callable(reset := getattr(self.observer, "reset", None)):
+            reset()
+        super()._observe(x)
+
+    def to_output_first(self, weight: Tensor) -> Tensor:
+        """(in, out / groups, ...) to (out, in / groups, ...) for a transposed convolution; else the weight itself."""
+        if self.transposed_groups is None:
+            return weight
+        return swap_channels(weight, self.transposed_groups)
+
+    def from_output_first(self, weight: Tensor) -> Tensor:
+        """The way back."""
+        if self.transposed_groups is None:
+            return weight
+        return swap_channels(weight, self.transposed_groups)
+
+
+def swap_channels(weight: Tensor, groups: int) -> Tensor:
+    """Swaps input and output channels of a grouped convolution's weight; its own inverse.
+
+    Args:
+        weight: (groups * a, b, ...).
+        groups: The groups of the convolution.
+
+    Returns:
+        (groups * b, a, ...).
+    """
+    a, b, kernel = weight.shape[0] // groups, weight.shape[1], weight.shape[2:]
+    return weight.reshape(groups, a, b, *kernel).transpose(1, 2).reshape(groups * b, a, *kernel)
+
+
+def fake_quantizers(module: nn.Module) -> Iterator[tuple[str, FakeQuantize]]:
+    """The fake-quantizers below a module, with their names; those of weights are WeightFakeQuantize."""
+    return ((name, child) for name, child in module.named_modules() if isinstance(child, FakeQuantize))
+
+
+def set_observers(module: nn.Module, enabled: bool) -> None:
+    """Lets every observer below the module follow the training batches, or freezes it."""
+    for _, fq in fake_quantizers(module):
+        fq.observer_enabled = enabled
+
+
+def set_fake_quant(module: nn.Module, enabled: bool) -> None:
+    """Switches the rounding of every fake-quantizer below the module on or off."""
+    for _, fq in fake_quantizers(module):
+        fq.fake_quant_enabled = enabled
+
+
+@contextmanager
+def calibrating(module: nn.Module) -> Iterator[None]:
+    """Within it every observer below the module sees what passes, and nothing is rounded; leaves the grids refreshed.
+
+    After an exception nothing is refreshed.
+    """
+    found = [fq for _, fq in fake_quantizers(module)]
+    for fq in found:
+        if isinstance(fq, WeightFakeQuantize):
+            fq.observed = False
+        fq.calibrating = True
+    try:
+        yield
+        for fq in found:
+            if not isinstance(fq, WeightFakeQuantize) and fq.seen_ndims:
+                fq.refresh()
+    finally:
+        for fq in found:
+            fq.calibrating = False
+            fq.observed = bool((fq.scale > 0).all())

@@ -1,0 +1,16 @@
+"""From a float module to a prepared one to an int8 one."""
+
+from qlightning.graph.bind import replace_forward, restore_forward
+from qlightning.graph.convert import convert, convert_standalone
+from qlightning.graph.prepare import captured_roots, is_prepared, prepare, unprepare
+
+__all__ = [
+    "captured_roots",
+    "convert",
+    "convert_standalone",
+    "is_prepared",
+    "prepare",
+    "replace_forward",
+    "restore_forward",
+    "unprepare",
+]

@@ -1,0 +1,241 @@
+"""Binding graphs to the module that they came from: the same object, whose forward runs a graph."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from qlightning.errors import CaptureError, QuantizationError
+from qlightning.graph.signature import CallSpec, describe_call
+from qlightning.graph.tracing import TraceError
+
+GRAPH_MODULES = "graph_fake_quant"
+_MAX_VARIANTS = 64
+
+
+class Program:
+    """A graph and the function it compiles to, which takes the module and the leaves of a call."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        code = graph.python_code("self")
+        namespace = dict(code.globals)
+        exec(compile(code.src, "<qlightning graph>", "exec"), namespace)
+        self.run: Callable[..., Any] = namespace["forward"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self  # never changed after it is built
+
+
+class Captured:
+    """The graphs of one module: one for every way of calling it, in training and in eval mode.
+
+    Args:
+        original: The class of the module, whose forward was traced.
+        trace: Builds the graph for a way of calling and a mode; None: only those added are there.
+
+    Attributes:
+        programs: From the way of calling and the mode to the program.
+    """
+
+    def __init__(
+        self, original: type[nn.Module], trace: Callable[[nn.Module, CallSpec, bool], fx.Graph] | None
+    ) -> None:
+        self.original = original
+        self.signature = inspect.signature(original.forward)
+        parameters = list(self.signature.parameters.values())[1:]
+        self.signature = self.signature.replace(parameters=parameters)
+        self.programs: dict[tuple[CallSpec, bool], Program] = {}
+        self._trace = trace
+        self._plain: dict[tuple[int, bool], Program] = {}
+        self._numeric: set[CallSpec] = set()
+
+    def add(self, spec: CallSpec, training: bool, program: Program) -> None:
+        """Keeps the program for a way of calling."""
+        self.programs[spec, training] = program
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph for these arguments, and traces it first where there is none.
+
+        Raises:
+            CaptureError: The forward cannot be traced for them.
+        """
+        training = module.training
+        plain = not kwargs and all(isinstance(value, Tensor) for value in args)
+        if plain and (program := self._plain.get((len(args), training))) is not None:
+            return program.run(module, *args)
+        spec, leaves = describe_call(self.signature, args, kwargs)
+        if spec in self._numeric:
+            spec, leaves = describe_call(self.signature, args, kwargs, freeze_numbers=True)
+        program = self.programs.get((spec, training))
+        if program is None:
+            try:
+                program = self._variant(module, spec, training)
+            except TraceError as error:
+                frozen, frozen_leaves = describe_call(self.signature, args, kwargs, freeze_numbers=True)
+                if frozen == spec:
+                    raise _untraceable(self.original, error) from error
+                self._numeric.add(spec)
+                spec, leaves = frozen, frozen_leaves
+                program = self.programs.get((spec, training))
+                if program is None:
+                    try:
+                        program = self._variant(module, spec, training)
+                    except TraceError as again:
+                        raise _untraceable(self.original, again) from again
+        if plain:
+            self._plain[len(args), training] = program
+        return program.run(module, *leaves)
+
+    def _variant(self, module: nn.Module, spec: CallSpec, training: bool) -> Program:
+        if self._trace is None:
+            raise CaptureError(
+                f"{self.original.__name__}: this int8 model was never called this way before it was converted: "
+                f"{spec.describe()}. Call the prepared model so once (flags and None count), then convert."
+            )
+        if len(self.programs) >= _MAX_VARIANTS:
+            raise CaptureError(
+                f"{self.original.__name__}: called in more than {_MAX_VARIANTS} different ways; numbers or strings that "
+                f"change with every call cannot be part of a graph. Pass them as tensors, or exclude the module."
+            )
+        program = Program(self._trace(module, spec, training))
+        self.programs[spec, training] = program
+        return program
+
+
+def _untraceable(original: type[nn.Module], error: TraceError) -> QuantizationError:
+    return CaptureError(f"{original.__name__}, called with these arguments: {error}")
+
+
+class BoundModule:
+    """Marks a module whose forward runs graphs."""
+
+    _captured: Captured
+
+
+def bind(module: nn.Module, captured: Captured, marker: type[BoundModule] = BoundModule, **members: Any) -> None:
+    """Lets a module run captured graphs, by a change of its class; its signature, methods and hooks stay.
+
+    Args:
+        module: Changed in place.
+        captured: Its graphs.
+        marker: Base class that tells what kind of graphs they are.
+        members: Further members of the class.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_captured"].run(self, args, kwargs)
+
+    original = captured.original
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = original.forward.__doc__
+    listing = next((mixin for kind, mixin in _LISTINGS if issubclass(original, kind)), None)
+    bases = (marker, listing, original) if listing is not None else (marker, original)
+    body = {
+        "forward": forward,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        **members,
+    }
+    module.__class__ = types.new_class(original.__name__, bases, {}, lambda namespace: namespace.update(body))
+    module.__dict__["_captured"] = captured
+
+
+def unbind(module: nn.Module) -> None:
+    """Gives a bound module its class back."""
+    captured: Captured = module.__dict__.pop("_captured")
+    module.__class__ = captured.original
+
+
+class _Delegating:
+    """Marks a module whose forward runs another module."""
+
+
+def replace_forward(module: nn.Module, other: nn.Module) -> None:
+    """Lets ``module(...)`` run ``other(...)``, by a change of class; all else of the module stays as it is.
+
+    ``other`` is no submodule of it afterwards.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return other(*args, **kwargs)
+
+    original = type(module)
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    body = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    module.__class__ = types.new_class(
+        original.__name__, (_Delegating, original), {}, lambda namespace: namespace.update(body)
+    )
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Undoes :func:`replace_forward`; does nothing to a module that has its own forward."""
+    if isinstance(module, _Delegating):
+        module.__class__ = type(module).__mro__[2]  # itself, _Delegating, the original
+
+
+class _SequentialListing(nn.Sequential):
+    """An nn.Sequential that does not list the fake-quantizers that its graph has."""
+
+    def _listed(self) -> dict[str, nn.Module]:
+        return {name: m for name, m in self._modules.items() if name != GRAPH_MODULES and m is not None}
+
+    def __len__(self) -> int:
+        return len(self._listed())
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._listed().values())
+
+    def __getitem__(self, idx: Any) -> Any:
+        items = list(self._listed().items())
+        if isinstance(idx, slice):
+            return nn.Sequential(dict(items[idx]))  # type: ignore[arg-type]
+        return items[idx][1]
+
+
+class _ModuleListListing(nn.ModuleList):
+    """An nn.ModuleList that does not list the fake-quantizers that its graph has."""
+
+    _listed = _SequentialListing._listed
+    __len__ = _SequentialListing.__len__
+    __iter__ = _SequentialListing.__iter__
+
+    def __getitem__(self, idx: Any) -> Any:
+        items = list(self._listed().values())  # type: ignore[arg-type]
+        return nn.ModuleList(items[idx]) if isinstance(idx, slice) else items[idx]
+
+
+class _ModuleDictListing(nn.ModuleDict):
+    """An nn.ModuleDict that does not list the fake-quantizers that its graph has."""
+
+    _listed = _SequentialListing._listed
+
+    def __len__(self) -> int:
+        return len(self._listed())  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed())  # type: ignore[arg-type]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._listed()  # type: ignore[arg-type]
+
+    def keys(self) -> Any:
+        return self._listed().keys()  # type: ignore[arg-type]
+
+    def items(self) -> Any:
+        return self._listed().items()  # type: ignore[arg-type]
+
+    def values(self) -> Any:
+        return self._listed().values()  # type: ignore[arg-type]
+
+
+_LISTINGS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (
+    (nn.Sequential, _SequentialListing),
+    (nn.ModuleList, _ModuleListListing),
+    (nn.ModuleDict, _ModuleDictListing),
+)

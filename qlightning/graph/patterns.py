@@ -1,0 +1,175 @@
+"""Where the grids go: which calls form a block with one rounding at its end, and which values lie on a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from qlightning.vocabulary import Kind, Vocabulary
+
+_COMPUTES_INT8 = frozenset({Kind.LAYER, Kind.ACTIVATION, Kind.BINARY, Kind.CAT, Kind.POOL, Kind.FAKE_QUANT})
+
+
+@dataclass
+class Block:
+    """Calls that compute in full precision and round once, at the end.
+
+    Attributes:
+        head: The layer, or the add, mul, activation, pooling or cat that stands alone.
+        bn: The BatchNorm that folds into the layer.
+        add: The sum that takes the layer's result in, unrounded.
+        residual: The other operand of that sum.
+        activation: The activation at the end.
+        output: The last of them.
+    """
+
+    head: fx.Node
+    output: fx.Node
+    bn: fx.Node | None = None
+    add: fx.Node | None = None
+    residual: fx.Node | None = None
+    activation: fx.Node | None = None
+
+
+@dataclass
+class Plan:
+    """Where the grids of one graph are.
+
+    Attributes:
+        blocks: From the last node of every block to the block.
+        grids: The nodes whose values lie on a grid of their own, in the order of the graph.
+        consumers: For every one of these, a node that computes on it.
+    """
+
+    blocks: dict[fx.Node, Block] = field(default_factory=dict)
+    grids: list[fx.Node] = field(default_factory=list)
+    consumers: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+def plan(
+    graph: fx.Graph, ops: Vocabulary, is_int8_layer: Callable[[fx.Node], bool], floats: Collection[fx.Node]
+) -> Plan:
+    """Finds the blocks of a graph and the values that need a grid.
+
+    A value needs one where an int8 layer computes on it, or a call that can run on codes and whose own result needs
+    one. Moves (reshape, max pooling, ...) keep the grid of what they move, so the grid stands at its source.
+
+    Args:
+        graph: A traced graph, without fake-quantizers.
+        ops: Its vocabulary.
+        is_int8_layer: Whether a layer becomes int8.
+        floats: Nodes that stay float, as they belong to excluded modules.
+    """
+    found = Plan(blocks=_blocks(graph, ops, is_int8_layer, floats))
+    interior = {
+        n for b in found.blocks.values() for n in (b.head, b.bn, b.add, b.activation) if n not in (None, b.output)
+    }
+    wanted: dict[fx.Node, fx.Node] = {}
+
+    def want(value: fx.Node, consumer: fx.Node) -> None:
+        wanted.setdefault(value, consumer)
+
+    for node in reversed(graph.nodes):
+        if node in interior or node in floats:
+            continue
+        block = found.blocks.get(node)
+        kind = ops[node].kind
+        if block is not None and ops[block.head].kind is Kind.LAYER:
+            want(ops[block.head].inputs[0], block.head)
+            if block.residual is not None and node in wanted:
+                want(block.residual, block.head)
+        elif node in wanted and kind is Kind.SAME:
+            want(ops[node].inputs[0], wanted[node])
+        elif node in wanted and block is not None and ops[block.head].kind is not Kind.CAT:
+            inputs = ops[block.head].inputs
+            if all(_can_have_grid(value, ops, floats) for value in inputs):
+                for value in inputs:
+                    want(value, block.head)
+    for node in graph.nodes:
+        if node in wanted and (ops[node].kind is not Kind.SAME or node in floats):
+            found.grids.append(node)
+            found.consumers[node] = wanted[node]
+    return found
+
+
+def _can_have_grid(value: fx.Node, ops: Vocabulary, floats: Collection[fx.Node]) -> bool:
+    """Whether a value comes from an int8 computation or from outside, so that its grid costs nothing more."""
+    if value in floats:
+        return False
+    kind = ops[value].kind
+    if kind is Kind.SAME:
+        return _can_have_grid(ops[value].inputs[0], ops, floats)
+    if kind is Kind.BATCH_NORM:  # folded, or it stands alone in float
+        before = ops[value].inputs[0]
+        return ops[before].kind is Kind.LAYER and only_user(before, ops) is value
+    return kind in _COMPUTES_INT8 or value.op == "placeholder"
+
+
+def _blocks(
+    graph: fx.Graph, ops: Vocabulary, is_int8_layer: Callable[[fx.Node], bool], floats: Collection[fx.Node]
+) -> dict[fx.Node, Block]:
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    open_blocks: dict[fx.Node, Block] = {}
+    for node in graph.nodes:
+        if ops[node].kind is not Kind.LAYER or node in floats or not is_int8_layer(node):
+            continue
+        block = Block(head=node, output=node)
+        follower = only_user(node, ops)
+        if follower is not None and follower not in floats and can_fold(follower, ops):
+            block.bn = block.output = follower
+        open_blocks[block.output] = block
+    for node in graph.nodes:
+        kind = ops[node].kind
+        if node in floats or kind not in (Kind.BINARY, Kind.ACTIVATION, Kind.POOL, Kind.CAT):
+            continue
+        if kind is Kind.ACTIVATION:
+            before = ops[node].inputs[0]
+            opened = open_blocks.get(before)
+            if opened is not None and opened.activation is None and only_user(before, ops) is node:
+                if ops[opened.head].kind not in (Kind.POOL, Kind.CAT):
+                    del open_blocks[before]
+                    opened.activation = opened.output = node
+                    open_blocks[node] = opened
+                    continue
+        if kind is Kind.BINARY and ops.binary_name(node) == "add":
+            left, right = ops[node].inputs
+            absorbing = [
+                value
+                for value in (left, right)
+                if left is not right
+                and (block_ := open_blocks.get(value)) is not None
+                and ops[block_.head].kind is Kind.LAYER
+                and block_.activation is None
+                and block_.add is None
+                and only_user(value, ops) is node
+            ]
+            if absorbing:
+                last = max(absorbing, key=lambda value: order[value])
+                block = open_blocks.pop(last)
+                block.add = block.output = node
+                block.residual = right if last is left else left
+                open_blocks[node] = block
+                continue
+        open_blocks[node] = Block(head=node, output=node)
+    return open_blocks
+
+
+def only_user(node: fx.Node, ops: Vocabulary) -> fx.Node | None:
+    """The one node that computes on a value; None where there are several. Questions about its size do not count."""
+    users = [user for user in node.users if ops[user].kind is not Kind.OTHER]
+    return users[0] if len(users) == 1 and users[0].op != "output" else None
+
+
+def can_fold(node: fx.Node, ops: Vocabulary) -> bool:
+    """Whether a node is a BatchNorm that uses running statistics, so that it is a fixed factor per channel in eval mode."""
+    module = ops.module(node)
+    return ops[node].kind is Kind.BATCH_NORM and module is not None and module.running_var is not None
+
+
+def source_of(node: fx.Node, ops: Vocabulary) -> fx.Node:
+    """The value that a chain of moves has moved."""
+    while ops[node].kind is Kind.SAME:
+        node = ops[node].inputs[0]
+    return node

@@ -1,0 +1,123 @@
+"""Report: for every layer of a model, whether it is int8 or float, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from qlightning.errors import ConfigError
+from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
+from qlightning.graph.prepare import CONV_TYPES, Preparation
+from qlightning.nn.qat import QATLayer, layer_type
+from qlightning.nn.quantized import QuantizedLayer
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What became of one layer.
+
+    Attributes:
+        name: Its name in the model.
+        kind: Its type.
+        int8: Whether it computes on int8, now or once converted.
+        reason: Why it stays float; empty for an int8 layer.
+        scheme: The grid of its weight.
+        kernel: What computes it; empty before conversion.
+    """
+
+    name: str
+    kind: str
+    int8: bool
+    reason: str = ""
+    scheme: str = ""
+    kernel: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The layers of a model.
+
+    Attributes:
+        backend: Name of the backend.
+        activation: The grid of the activations.
+        layers: A row for each.
+        notes: Modules that could not be captured, and why.
+    """
+
+    backend: str
+    activation: str
+    layers: tuple[LayerReport, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def int8_layers(self) -> list[LayerReport]:
+        """The layers in int8."""
+        return [layer for layer in self.layers if layer.int8]
+
+    @property
+    def float_layers(self) -> list[LayerReport]:
+        """The layers in float."""
+        return [layer for layer in self.layers if not layer.int8]
+
+    def __str__(self) -> str:
+        head = ("layer", "type", "runs in", "weight", "kernel or reason")
+        rows = [
+            (
+                r.name or "(model)",
+                r.kind,
+                "int8" if r.int8 else "float",
+                r.scheme or "-",
+                r.kernel if r.int8 else r.reason,
+            )
+            for r in self.layers
+        ]
+        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (head, *rows)
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        summary = (
+            f"{len(self.int8_layers)} of {len(self.layers)} layers in int8; backend {self.backend}; "
+            f"activations {self.activation}."
+        )
+        return "\n".join([*lines, summary, *self.notes])
+
+
+def report(model: nn.Module) -> Report:
+    """Reports on a prepared or converted model.
+
+    Raises:
+        ConfigError: The model is neither.
+    """
+    preparation: Preparation | None = model.__dict__.get("_preparation")
+    if preparation is None:
+        raise ConfigError(f"{type(model).__name__} is neither prepared nor converted.")
+    backend = model.__dict__.get("_backend", preparation.backend)
+    rows = []
+    for name, module in model.named_modules():
+        row = _row(name, module, preparation)
+        if row is not None:
+            rows.append(row)
+    notes = tuple(f"{failure}." for failure in preparation.failures)
+    return Report(backend.name, str(preparation.qconfig.activation), tuple(rows), notes)
+
+
+def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport | None:
+    weight_scheme = str(preparation.qconfig.weight)
+    if isinstance(module, QuantizedLayer):
+        return LayerReport(name, module.kind, True, scheme=module.scheme, kernel=module.kernel)
+    if isinstance(module, QATLayer):
+        scheme = str(module.weight_fake_quant.scheme)
+        kind = type(module).__name__
+        return LayerReport(name, kind, True, scheme=scheme)
+    if isinstance(module, WeightFakeQuantize) and "_grid" in name:
+        return LayerReport(module.name, "function", True, scheme=str(module.scheme) or weight_scheme)
+    if isinstance(module, FakeQuantize):
+        return None
+    if isinstance(module, (nn.Linear, *CONV_TYPES)):
+        kind = (layer_type(module) or type(module)).__name__
+        reason = preparation.reasons.get(name, "its input was never observed on a grid")
+        return LayerReport(name, kind, False, reason=reason)
+    return None

@@ -1,0 +1,1 @@
+"""Layers of prepared and of converted models."""

@@ -1,0 +1,394 @@
+"""What every call of a graph means for quantization: one vocabulary over modules, functions and methods."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qlightning.fake_quantize import FakeQuantize
+from qlightning.nn.qat import layer_type
+
+aten = torch.ops.aten
+
+# Called in one piece: what torch computes inside has no graph of its own, or runs in fused kernels on its own weights.
+OPAQUE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+
+
+class Kind(enum.Enum):
+    """What a call does to a quantized tensor."""
+
+    LAYER = "layer"  # convolution or linear: int8 weight, int32 sums
+    BATCH_NORM = "batch norm"  # folds into the layer before it
+    ACTIVATION = "activation"  # elementwise, of one tensor
+    BINARY = "binary"  # add or mul of two tensors
+    CAT = "cat"  # puts tensors side by side
+    POOL = "pool"  # averages
+    SAME = "same"  # moves, repeats or picks values: the grid stays
+    FAKE_QUANT = "fake quant"
+    SOURCE = "source"  # an input, a parameter
+    FLOAT = "float"  # all other computing on tensors
+    OTHER = "other"  # sizes, flags: no tensor
+
+
+@dataclass(frozen=True)
+class Op:
+    """The meaning of one node.
+
+    Attributes:
+        kind: See Kind.
+        inputs: The nodes of the tensors it computes on; for a layer, its activation alone.
+        sequence: Whether the result is a sequence of tensors.
+    """
+
+    kind: Kind
+    inputs: tuple[fx.Node, ...] = ()
+    sequence: bool = False
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, given by position or by keyword."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def function_name(target: Any) -> str:
+    """The bare name of a function, a method or an ATen operator, without its overload and trailing underscores."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.partition("::")[2].rstrip("_")
+    return str(getattr(target, "__name__", target)).rstrip("_")
+
+
+# Elementwise calls: from module type, function name or method name to the ATen call they are.
+Elementwise = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+_ACTIVATION_MODULES: dict[type[nn.Module], Callable[[Any], Elementwise]] = {
+    nn.ReLU: lambda m: (aten.relu.default, (), {}),
+    nn.ReLU6: lambda m: (aten.hardtanh.default, (0.0, 6.0), {}),
+    nn.Hardtanh: lambda m: (aten.hardtanh.default, (float(m.min_val), float(m.max_val)), {}),
+    nn.LeakyReLU: lambda m: (aten.leaky_relu.default, (float(m.negative_slope),), {}),
+    nn.ELU: lambda m: (aten.elu.default, (float(m.alpha),), {}),
+    nn.Hardswish: lambda m: (aten.hardswish.default, (), {}),
+    nn.Hardsigmoid: lambda m: (aten.hardsigmoid.default, (), {}),
+    nn.SiLU: lambda m: (aten.silu.default, (), {}),
+    nn.GELU: lambda m: (aten.gelu.default, (), {"approximate": m.approximate}),
+    nn.Sigmoid: lambda m: (aten.sigmoid.default, (), {}),
+    nn.Tanh: lambda m: (aten.tanh.default, (), {}),
+}
+
+_ACTIVATION_FUNCTIONS: dict[str, Callable[[fx.Node], Elementwise]] = {
+    "relu": lambda n: (aten.relu.default, (), {}),
+    "relu6": lambda n: (aten.hardtanh.default, (0.0, 6.0), {}),
+    "hardtanh": lambda n: (
+        aten.hardtanh.default,
+        (float(argument(n, 1, "min_val", -1.0)), float(argument(n, 2, "max_val", 1.0))),
+        {},
+    ),
+    "leaky_relu": lambda n: (aten.leaky_relu.default, (float(argument(n, 1, "negative_slope", 0.01)),), {}),
+    "elu": lambda n: (aten.elu.default, (float(argument(n, 1, "alpha", 1.0)),), {}),
+    "hardswish": lambda n: (aten.hardswish.default, (), {}),
+    "hardsigmoid": lambda n: (aten.hardsigmoid.default, (), {}),
+    "silu": lambda n: (aten.silu.default, (), {}),
+    "gelu": lambda n: (aten.gelu.default, (), {"approximate": n.kwargs.get("approximate", "none")}),
+    "sigmoid": lambda n: (aten.sigmoid.default, (), {}),
+    "tanh": lambda n: (aten.tanh.default, (), {}),
+}
+
+_SCALAR_OPERATORS: dict[str, Any] = {
+    "add": aten.add.Scalar,
+    "sub": aten.sub.Scalar,
+    "mul": aten.mul.Scalar,
+    "div": aten.div.Scalar,
+}
+_ARITHMETIC = {
+    "add": "add",
+    "iadd": "add",
+    "sub": "sub",
+    "isub": "sub",
+    "mul": "mul",
+    "imul": "mul",
+    "multiply": "mul",
+    "subtract": "sub",
+    "div": "div",
+    "divide": "div",
+    "truediv": "div",
+    "itruediv": "div",
+    "rsub": "sub",
+}
+
+_POOL_MODULES = (
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+)
+_POOL_FUNCTIONS = {
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "mean",
+}
+_SAME_MODULES = (
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Identity,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.ChannelShuffle,
+    nn.PixelShuffle,
+    nn.PixelUnshuffle,
+    nn.UpsamplingNearest2d,
+    nn.Upsample,
+    nn.modules.padding._ConstantPadNd,
+    nn.modules.padding._ReflectionPadNd,
+    nn.modules.padding._ReplicationPadNd,
+    nn.modules.padding._CircularPadNd,
+)
+_MAX_POOL_FUNCTIONS = {f"{adaptive}max_pool{dims}d" for adaptive in ("", "adaptive_") for dims in (1, 2, 3)}
+_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "stochastic_depth"}
+_MOVES = {
+    "flatten",
+    "unflatten",
+    "reshape",
+    "view",
+    "view_as",
+    "reshape_as",
+    "permute",
+    "transpose",
+    "t",
+    "swapaxes",
+    "swapdims",
+    "movedim",
+    "moveaxis",
+    "squeeze",
+    "unsqueeze",
+    "contiguous",
+    "clone",
+    "detach",
+    "expand",
+    "expand_as",
+    "repeat",
+    "narrow",
+    "select",
+    "roll",
+    "flip",
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    "channel_shuffle",
+    "native_channel_shuffle",
+    "index_select",
+}
+_SEQUENCES = {"chunk", "split", "tensor_split", "unbind", "split_with_sizes", "unsafe_chunk", "unsafe_split"}
+_NOT_TENSORS = {"size", "dim", "ndimension", "numel", "nelement", "item", "tolist", "stride", "get_device", "len"}
+_NEAREST = ("nearest", "nearest-exact")
+
+
+class Vocabulary:
+    """Answers for each node of a graph what it means.
+
+    Args:
+        graph: A traced graph.
+        root: The module whose submodules it calls.
+    """
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self._root = root
+        self._ops: dict[fx.Node, Op] = {}
+        for node in graph.nodes:
+            self._ops[node] = self._classify(node)
+
+    def __getitem__(self, node: fx.Node) -> Op:
+        return self._ops[node]
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        """The module that a node calls."""
+        return self._root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether an argument is, as far as can be told, a tensor."""
+        return isinstance(value, fx.Node) and self._ops[value].kind is not Kind.OTHER
+
+    def elementwise(self, node: fx.Node) -> Elementwise:
+        """For a node of kind ACTIVATION: the ATen operator, its arguments behind the tensor, its keywords."""
+        module = self.module(node)
+        if module is not None:
+            return _ACTIVATION_MODULES[_known(module, _ACTIVATION_MODULES)](module)  # type: ignore[index]
+        if isinstance(node.target, torch._ops.OpOverload):
+            return node.target, node.args[1:], dict(node.kwargs)
+        name = function_name(node.target)
+        if name in _ACTIVATION_FUNCTIONS:
+            return _ACTIVATION_FUNCTIONS[name](node)
+        if name in ("clamp", "clip"):
+            return aten.hardtanh.default, (float(argument(node, 1, "min")), float(argument(node, 2, "max"))), {}
+        name = _ARITHMETIC[name]
+        left, right = _operands(node)
+        if isinstance(left, fx.Node):
+            return _SCALAR_OPERATORS[name], (right,), {}
+        if name == "sub":
+            return aten.rsub.Scalar, (left,), {}
+        return _SCALAR_OPERATORS[name], (left,), {}
+
+    def binary_name(self, node: fx.Node) -> str:
+        """For a node of kind BINARY: "add" or "mul"."""
+        return _ARITHMETIC[function_name(node.target)]
+
+    def _classify(self, node: fx.Node) -> Op:
+        if node.op == "placeholder" or node.op == "get_attr":
+            return Op(Kind.SOURCE)
+        if node.op == "output":
+            return Op(Kind.FLOAT, tuple(n for n in node.all_input_nodes if self.is_tensor(n)))
+        inputs = tuple(n for n in node.all_input_nodes if self.is_tensor(n))
+        if node.op == "call_module":
+            return self._classify_module(node, inputs)
+        if not inputs:
+            return Op(Kind.OTHER)
+        return self._classify_call(node, function_name(node.target), inputs)
+
+    def _classify_module(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> Op:
+        module = self.module(node)
+        assert module is not None
+        if isinstance(module, FakeQuantize):
+            return Op(Kind.FAKE_QUANT, inputs)
+        if layer_type(module) is not None and len(node.args) + len(node.kwargs) == 1:
+            return Op(Kind.LAYER, inputs)
+        if isinstance(module, _BatchNorm):
+            return Op(Kind.BATCH_NORM, inputs)
+        if _known(module, _ACTIVATION_MODULES):
+            return Op(Kind.ACTIVATION, inputs)
+        if _known(module, _POOL_MODULES):
+            return Op(Kind.POOL, inputs)
+        if _known(module, _SAME_MODULES) and self._keeps_grid(module):
+            return Op(Kind.SAME, inputs)
+        return Op(Kind.FLOAT, inputs, sequence=isinstance(module, OPAQUE))
+
+    @staticmethod
+    def _keeps_grid(module: Any) -> bool:
+        if isinstance(module, nn.modules.padding._ConstantPadNd):
+            return module.value == 0
+        if isinstance(module, nn.Upsample):
+            return module.mode in _NEAREST
+        return not getattr(module, "return_indices", False)
+
+    def _classify_call(self, node: fx.Node, name: str, inputs: tuple[fx.Node, ...]) -> Op:
+        first = inputs[0]
+        if node.op == "call_function" and not _is_known_origin(node.target):
+            return Op(Kind.FLOAT, inputs)
+        if name in ("getattr", "__getattr__") or name in _NOT_TENSORS:
+            return Op(Kind.OTHER)
+        if name in LAYER_FUNCTIONS and node.op == "call_function":
+            x, weight = argument(node, 0, "input"), argument(node, 1, "weight")
+            if self._is_weight(weight) and isinstance(x, fx.Node):
+                return Op(Kind.LAYER, (x,))
+            return Op(Kind.FLOAT, inputs)
+        if name == "getitem":
+            parent = self._ops[first]
+            if parent.kind is Kind.SOURCE or (parent.kind is Kind.FLOAT and parent.sequence):
+                return Op(Kind.SOURCE if parent.kind is Kind.SOURCE else Kind.FLOAT, inputs)
+            picks_codes = isinstance(node.args[1], (int, slice, tuple, type(None), type(Ellipsis))) and len(inputs) == 1
+            return Op(Kind.SAME if picks_codes else Kind.FLOAT, inputs)
+        if name in _ACTIVATION_FUNCTIONS and len(inputs) == 1:
+            return Op(Kind.ACTIVATION, inputs)
+        if name in ("clamp", "clip") and all(
+            isinstance(argument(node, i, k), (int, float)) for i, k in ((1, "min"), (2, "max"))
+        ):
+            return Op(Kind.ACTIVATION, inputs)
+        if name in _ARITHMETIC:
+            return self._classify_arithmetic(node, _ARITHMETIC[name], inputs)
+        if name in ("cat", "concat", "concatenate"):
+            parts = argument(node, 0, "tensors")
+            if isinstance(parts, (list, tuple)) and all(self.is_tensor(part) for part in parts):
+                return Op(Kind.CAT, tuple(parts))
+            return Op(Kind.FLOAT, inputs)
+        if name in _POOL_FUNCTIONS:
+            return Op(Kind.POOL, inputs)
+        if name in _SEQUENCES:
+            return Op(Kind.SAME, inputs, sequence=True)
+        if (name in _MOVES or name in _DROPOUTS) and inputs == (argument(node, 0, "input"),):
+            return Op(Kind.SAME, inputs)
+        if name in _MAX_POOL_FUNCTIONS and not argument(node, 99, "return_indices", False):
+            return Op(Kind.SAME, inputs)
+        if name == "pad" and (argument(node, 2, "mode", "constant") != "constant" or not argument(node, 3, "value", 0)):
+            return Op(Kind.SAME, inputs)
+        if name == "interpolate" and argument(node, 3, "mode", "nearest") in _NEAREST:
+            return Op(Kind.SAME, inputs)
+        return Op(Kind.FLOAT, inputs, sequence=name in ("topk", "sort", "max", "min") and len(node.args) > 1)
+
+    def _classify_arithmetic(self, node: fx.Node, name: str, inputs: tuple[fx.Node, ...]) -> Op:
+        left, right = _operands(node)
+        tensors = [value for value in (left, right) if self.is_tensor(value)]
+        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
+            return Op(Kind.FLOAT, inputs)
+        numbers = [value for value in (left, right) if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        if len(tensors) == 1 and len(numbers) == 1:
+            divides_by_tensor = name == "div" and left is numbers[0]
+            return Op(Kind.FLOAT if divides_by_tensor else Kind.ACTIVATION, inputs)
+        parameter = any(value.op == "get_attr" for value in tensors)
+        if name in ("add", "mul") and len(tensors) == 2 and not parameter:
+            return Op(Kind.BINARY, (left, right))
+        return Op(Kind.FLOAT, inputs)
+
+    def _is_weight(self, value: Any) -> bool:
+        """A parameter, or a parameter behind its fake-quantizer."""
+        if isinstance(value, fx.Node) and value.op == "call_module" and self._ops[value].kind is Kind.FAKE_QUANT:
+            value = value.args[0]
+        return isinstance(value, fx.Node) and value.op == "get_attr"
+
+
+def is_dropout(node: fx.Node) -> bool:
+    """Whether a node calls a dropout function."""
+    return node.op == "call_function" and function_name(node.target) in _DROPOUTS
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node of an eval graph is needed though nothing reads its result."""
+    return node.op in ("placeholder", "output") or node.target is torch._assert
+
+
+def _is_known_origin(target: Any) -> bool:
+    """Whether a function is torch's or Python's own; one of the user's may have the same name and mean something else."""
+    origin = getattr(target, "__module__", None) or "torch"
+    return origin.partition(".")[0] in ("torch", "_operator", "builtins") or function_name(target) == "stochastic_depth"
+
+
+def _operands(node: fx.Node) -> tuple[Any, Any]:
+    return argument(node, 0, "input"), argument(node, 1, "other")
+
+
+def _known(module: nn.Module, table: Any) -> type[nn.Module] | None:
+    """The torch module of a table that a module computes as: the class itself, or a subclass with the same forward."""
+    for entry in table:
+        if isinstance(module, entry):
+            # A private base of torch's (the paddings) has its forward in its subclasses or in itself.
+            own = type(module).__module__.startswith("torch.nn.")
+            return entry if own or type(module).forward is entry.forward else None
+    return None
+
+
+LAYER_FUNCTIONS: dict[str, type[nn.Module]] = {
+    "linear": nn.Linear,
+    "conv1d": nn.Conv1d,
+    "conv2d": nn.Conv2d,
+    "conv3d": nn.Conv3d,
+    "conv_transpose1d": nn.ConvTranspose1d,
+    "conv_transpose2d": nn.ConvTranspose2d,
+    "conv_transpose3d": nn.ConvTranspose3d,
+}
