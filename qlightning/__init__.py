@@ -1,5 +1,7 @@
 """Quantization-aware training and post-training quantization for PyTorch Lightning: true int8 models on the CPU."""
 
+from typing import TYPE_CHECKING, Any
+
 from qlightning.backends import Backend
 from qlightning.errors import QuantizationError
 from qlightning.graph import convert, prepare, unprepare
@@ -9,10 +11,15 @@ from qlightning.qconfig import QConfig
 from qlightning.qscheme import QScheme
 from qlightning.quantization import quantize_model
 
+if TYPE_CHECKING:
+    from qlightning.callbacks import PostTrainingQuantization, QuantizationAwareTraining
+
 __all__ = [
     "Backend",
+    "PostTrainingQuantization",
     "QConfig",
     "QScheme",
+    "QuantizationAwareTraining",
     "QuantizationError",
     "calibrate",
     "convert",
@@ -21,3 +28,12 @@ __all__ = [
     "report",
     "unprepare",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Lightning takes seconds to import, and the core does without it.
+    if name in ("PostTrainingQuantization", "QuantizationAwareTraining"):
+        from qlightning import callbacks
+
+        return getattr(callbacks, name)
+    raise AttributeError(f"module 'qlightning' has no attribute {name!r}")

@@ -77,12 +77,10 @@ class FakeQuantize(nn.Module):
     @torch.no_grad()
     def refresh(self) -> None:
         """Takes scale and zero point from what the observer has seen."""
-        scale, zero_point = self.observer.calculate_qparams()
+        scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
         if self.scale.shape != scale.shape:
-            self.scale, self.zero_point = (
-                torch.empty_like(self.scale.new_empty(scale.shape)),
-                self.zero_point.new_empty(scale.shape),
-            )
+            self.scale.resize_(scale.shape)  # the same buffers, which DDP and others hold on to
+            self.zero_point.resize_(scale.shape)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
         self.observed = True

@@ -65,7 +65,8 @@ class QConfig:
                 raise ConfigError(
                     f"QConfig {name}={factory!r}: a class or function that builds an observer from a QScheme is needed."
                 )
-        exclude = (self.exclude,) if isinstance(self.exclude, (str, type)) else tuple(self.exclude)
+        given: Any = self.exclude
+        exclude = (given,) if isinstance(given, (str, type)) else tuple(given)
         object.__setattr__(self, "exclude", exclude)
         object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
         for pattern in (*exclude, *self.overrides):

@@ -18,7 +18,7 @@ class QScheme:
     Args:
         bits: Bit width, 2 to 8. Codes of fewer than 8 bits are stored in 8.
         signed: Signed codes (stored as ``torch.int8``) or unsigned ones (``torch.uint8``).
-        symmetric: The zero point is fixed at the middle of the grid (0 for signed codes); else it is chosen with the range.
+        symmetric: The zero point is fixed at the middle of the grid (0 for signed codes); else it follows the range.
         axis: The dimension along which every slice has its own scale and zero point; None for one pair for the whole
             tensor. For the weight of a layer, axis 0 means its output channels, wherever the layer keeps them.
         narrow_range: Leaves out the lowest code, so that a signed grid is its own mirror image.

@@ -364,7 +364,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def _is_known_origin(target: Any) -> bool:
-    """Whether a function is torch's or Python's own; one of the user's may have the same name and mean something else."""
+    """Whether a function is torch's or Python's own; one of the user's may share its name and mean another thing."""
     origin = getattr(target, "__module__", None) or "torch"
     return origin.partition(".")[0] in ("torch", "_operator", "builtins") or function_name(target) == "stochastic_depth"
 

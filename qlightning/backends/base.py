@@ -102,7 +102,7 @@ def resolve_backend(backend: str | Backend) -> Backend:
     found = backends()[backend]
     if found.unavailable:
         raise BackendError(
-            f"Backend {backend!r} cannot run here: {found.unavailable} Available on this machine: {', '.join(available())}."
+            f"Backend {backend!r} cannot run here: {found.unavailable} Available: {', '.join(available())}."
         )
     return found
 
@@ -112,8 +112,8 @@ def _auto() -> Backend:
     if not onednn.unavailable:
         return onednn
     warnings.warn(
-        f"No int8 kernels on this machine ({platform.machine()}: {onednn.unavailable}) The backend is 'reference', which "
-        f"gives the int8 results at float speed.",
+        f"No int8 kernels on this machine ({platform.machine()}: {onednn.unavailable}) The backend is 'reference', "
+        f"which gives the int8 results at float speed.",
         stacklevel=3,
     )
     return backends()["reference"]

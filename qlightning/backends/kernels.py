@@ -124,8 +124,9 @@ def conv2d_add(
     if residual.shape == (x.shape[0], w_scale.shape[0], height, width) and x.dim() == 4:
         accumulator = residual.clone(memory_format=torch.channels_last)
         return _onednn.qconv2d_pointwise.binary(
-            x, x_scale, x_zero_point, weight, w_scale, w_zero_point, accumulator, bias, stride, padding, dilation, groups,
-            scale, zero_point, torch.uint8, residual_scale, residual_zero_point, "sum", 1.0, "relu" if relu else "none", [], "",
+            x, x_scale, x_zero_point, weight, w_scale, w_zero_point, accumulator, bias, stride, padding, dilation,
+            groups, scale, zero_point, torch.uint8, residual_scale, residual_zero_point, "sum", 1.0,
+            "relu" if relu else "none", [], "",
         )  # fmt: skip
     y = conv(
         x, x_scale, x_zero_point, weight, w_scale, w_zero_point, bias, stride, padding, dilation, groups,
@@ -148,7 +149,8 @@ def spread(x: Tensor, zero_point: int, stride: list[int], before: list[int], aft
     spatial = x.shape[2:]
     sizes = [(size - 1) * step + 1 for size, step in zip(spatial, stride, strict=True)]
     spaced = x.new_full((*x.shape[:2], *sizes), zero_point)
-    spaced[(slice(None), slice(None), *(slice(None, None, step) for step in stride))] = x
+    everywhere = (slice(None), slice(None))
+    spaced[everywhere + tuple(slice(None, None, step) for step in stride)] = x
     margins = [m for pair in zip(reversed(before), reversed(after), strict=True) for m in pair]
     return torch.nn.functional.pad(spaced, margins, value=zero_point)
 
@@ -176,8 +178,9 @@ def conv_transpose(
     dims = len(dilation)
     batched = x[None] if x.dim() == dims + 1 else x
     y = conv(
-        spread(batched, x_zero_point, spacing, before, after), x_scale, x_zero_point, weight, w_scale, w_zero_point, bias,
-        [1] * dims, [0] * dims, dilation, groups, scale, zero_point, dtype, post_op, post_args,
+        spread(batched, x_zero_point, spacing, before, after),
+        x_scale, x_zero_point, weight, w_scale, w_zero_point, bias, [1] * dims, [0] * dims, dilation, groups,
+        scale, zero_point, dtype, post_op, post_args,
     )  # fmt: skip
     return y[0] if x.dim() == dims + 1 else y
 
@@ -197,7 +200,7 @@ def linear(
     post_args: list[float],
     algorithm: str,
 ) -> Tensor:
-    """A linear layer on codes (..., features) with a packed int8 weight, an elementwise call behind it, rounded once."""
+    """A linear layer on codes (..., features) with a packed int8 weight and an elementwise call, rounded once."""
     return _onednn.qlinear_pointwise(
         x.contiguous(), x_scale, x_zero_point, weight, w_scale, w_zero_point, bias,
         scale, zero_point, dtype, post_op, post_args, algorithm,

@@ -7,10 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from qlightning.backends import kernels
 from qlightning.backends.base import Backend, cpu_has_int8_dot_products
+from qlightning.backends.onednn_kernels import (
+    SUM_POST_OPS,
+    ConvPacking,
+    LinearPacking,
+    conv_geometry,
+    find_post_op,
+    kernel_name,
+    max_pool2d_args,
+    transpose_geometry,
+)
 from qlightning.backends.qdq import CONV_TRANSPOSES, CONVS, DEQUANTIZE, QUANTIZE, QParams, aten, is_layer, layer_path
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.qscheme import QScheme
@@ -168,8 +178,8 @@ class _Lowering:
                 value.floats = self._emit_float(value.pending)
                 value.pending = None
             else:
-                assert value.codes is not None and value.qparams is not None
                 q = value.qparams
+                assert q is not None
                 value.floats = self._call(kernels.dequantize, value.codes, q.scale, q.zero_point)
         return value.floats
 
@@ -198,7 +208,8 @@ class _Lowering:
         if not full or names not in ([], ["relu"]) or (name == "mul" and names) or not kernels._BINARY:
             return None
         left, right = pending.inputs
-        assert left.qparams is not None and right.qparams is not None
+        assert left.qparams is not None
+        assert right.qparams is not None
         return self._call(
             kernels.binary,
             "add_relu" if names else name,
@@ -249,12 +260,13 @@ class _Lowering:
     def _emit_layer(self, pending: _Pending, out: QParams | None) -> fx.Node | None:
         node, x = pending.node, pending.inputs[0]
         path = layer_path(node)
-        assert path is not None and x.qparams is not None
+        assert path is not None
+        assert x.qparams is not None
         layer = self._root.get_submodule(path)
         assert isinstance(layer, QuantizedLayer)
         sums = pending.absorbed and out is not None
-        fused = _post_op(pending.post, out, linear=node.target is aten.linear.default)
-        if sums and not (node.target is aten.conv2d.default and out.quant_max == 255 and fused in _SUM_POST_OPS):  # type: ignore[union-attr]
+        fused = find_post_op(pending.post, out, linear=node.target is aten.linear.default)
+        if sums and not (node.target is aten.conv2d.default and out.quant_max == 255 and fused in SUM_POST_OPS):  # type: ignore[union-attr]
             return None
         if fused is None:
             return None
@@ -263,31 +275,32 @@ class _Lowering:
         head = (x.codes, x.qparams.scale, x.qparams.zero_point)
         tail = (*result, post_op, post_args)
         if node.target is aten.linear.default:
-            layer.kernel = _kernel_name("qlinear", post_op, out)
+            layer.kernel = kernel_name("qlinear", post_op, out)
             weight = self._weight(path, layer, LinearPacking())
             return self._call(kernels.linear, *head, *weight, *tail, algorithm)
         if node.target in CONV_TRANSPOSES:
-            dims = CONV_TRANSPOSES[node.target]  # type: ignore[index]
-            spacing, padding, output_padding, groups, dilation = _transpose_geometry(node, dims)
+            dims = CONV_TRANSPOSES[node.target]
+            spacing, padding, output_padding, groups, dilation = transpose_geometry(node, dims)
             reach = [d * (k - 1) for d, k in zip(dilation, layer.codes.shape[2:], strict=True)]
             before = [r - p for r, p in zip(reach, padding, strict=True)]
             after = [b + o for b, o in zip(before, output_padding, strict=True)]
             ones, zeros = [1] * dims, [0] * dims
             pack = ConvPacking(x.qparams.scale, x.qparams.zero_point, ones, zeros, dilation, groups, flipped=True)
-            layer.kernel = _kernel_name(f"qconv{dims}d, transposed", post_op, out)
+            layer.kernel = kernel_name(f"qconv{dims}d, transposed", post_op, out)
             weight = self._weight(path, layer, pack)
             return self._call(kernels.conv_transpose, *head, *weight, spacing, before, after, dilation, groups, *tail)
         dims = CONVS[node.target]  # type: ignore[index]
-        stride, padding, dilation, groups = _conv_geometry(node, dims)
+        stride, padding, dilation, groups = conv_geometry(node, dims)
         pack = ConvPacking(x.qparams.scale, x.qparams.zero_point, stride, padding, dilation, groups)
         weight = self._weight(path, layer, pack)
         geometry = (stride, padding, dilation, groups)
         if not sums:
-            layer.kernel = _kernel_name(f"qconv{dims}d", post_op, out)
+            layer.kernel = kernel_name(f"qconv{dims}d", post_op, out)
             return self._call(kernels.conv, *head, *weight, *geometry, *tail)
         residual = pending.inputs[1]
-        assert residual.qparams is not None and out is not None
-        layer.kernel = _kernel_name(f"qconv{dims}d+sum", post_op, out)
+        assert residual.qparams is not None
+        assert out is not None
+        layer.kernel = kernel_name(f"qconv{dims}d+sum", post_op, out)
         kernel = list(layer.codes.shape[2:])
         other = (residual.codes, residual.qparams.scale, residual.qparams.zero_point)
         return self._call(
@@ -304,7 +317,8 @@ class _Lowering:
     def _move(self, node: fx.Node, before: _Value) -> _Value:
         """A call that keeps the grid, run on the codes."""
         q = before.qparams
-        assert q is not None and before.codes is not None
+        assert q is not None
+        assert before.codes is not None
         name = function_name(node.target) if node.op != "call_module" else ""
         module = self._ops.module(node)
         substitute = {self._ops[node].inputs[0]: before.codes}
@@ -312,7 +326,7 @@ class _Lowering:
         def take(n: fx.Node) -> fx.Node:
             return substitute.get(n) or self._any(self._values[n])
 
-        if (pool := _max_pool2d_args(node, module)) is not None:
+        if (pool := max_pool2d_args(node, module)) is not None:
             return _Value(q, self._call(kernels.max_pool2d, before.codes, *pool))
         copied = self._new.node_copy(node, take)
         if isinstance(module, nn.modules.padding._ConstantPadNd):
@@ -325,7 +339,7 @@ class _Lowering:
             move = copied.target if module is None else self._new.get_attr(str(copied.target))
             rest, kwargs = copied.args[1:], copied.kwargs
             copied.op, copied.target = "call_function", kernels.on_float_codes
-            copied.args, copied.kwargs = (before.codes, move, *rest), kwargs
+            copied.args, copied.kwargs = (before.codes, move, *rest), kwargs  # type: ignore[assignment]
             if isinstance(move, fx.Node):
                 copied.prepend(move)
         return _Value(q, copied)
@@ -347,109 +361,3 @@ class _Lowering:
 
 
 _FLOAT_MOVES = (nn.MaxPool1d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
-_SUM_POST_OPS = (("none", [], ""), ("relu", [], ""))
-
-
-def _kernel_name(kernel: str, post_op: str, out: QParams | None) -> str:
-    fused = "" if post_op == "none" else f"+{post_op}"
-    return f"onednn {kernel}{fused} to {'float32' if out is None else 'uint8'}"
-
-
-def _post_op(post: list[fx.Node], out: QParams | None, linear: bool) -> tuple[str, list[float], str] | None:
-    """The kernel's name for the elementwise calls behind it; None where it has none."""
-    if len(post) > 1:
-        return None
-    name = function_name(post[0].target) if post else "none"
-    args: list[float] = [float(a) for a in post[0].args[1:]] if post else []  # type: ignore[arg-type]
-    algorithm = ""
-    if name == "silu":
-        name = "swish"
-    if name == "gelu" and linear:
-        algorithm = str(post[0].kwargs.get("approximate", "none"))
-    allowed = ("none", "relu", "hardtanh", "hardswish", "swish", *(("gelu", "tanh", "leaky_relu") if linear else ()))
-    if name not in allowed:
-        return None
-    if out is not None and (out.quant_min, out.quant_max) != (0, 255):
-        # The kernel saturates at 0 and 255; a narrower grid needs its ends as a clamp.
-        low, high = (out.quant_min - out.zero_point) * out.scale, (out.quant_max - out.zero_point) * out.scale
-        if name == "relu":
-            low = max(low, 0.0)
-        elif name == "hardtanh":
-            low, high = max(low, args[0]), min(high, args[1])
-        elif name != "none":
-            return None
-        return "hardtanh", [low, high], ""
-    return name, args, algorithm
-
-
-def _ints(value: Any, dims: int) -> list[int]:
-    return [int(value)] * dims if isinstance(value, int) else [int(v) for v in value] * (dims if len(value) == 1 else 1)
-
-
-def _conv_geometry(node: fx.Node, dims: int) -> tuple[list[int], list[int], list[int], int]:
-    stride, padding, dilation = (
-        _ints(argument(node, index, name, default), dims)
-        for index, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
-    )
-    return stride, padding, dilation, int(argument(node, 6, "groups", 1))
-
-
-def _transpose_geometry(node: fx.Node, dims: int) -> tuple[list[int], list[int], list[int], int, list[int]]:
-    stride, padding, output_padding, dilation = (
-        _ints(argument(node, index, name, default), dims)
-        for index, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
-    )
-    return stride, padding, output_padding, int(argument(node, 6, "groups", 1)), dilation
-
-
-def _max_pool2d_args(node: fx.Node, module: nn.Module | None) -> tuple[Any, ...] | None:
-    """Arguments of the int8 max pooling kernel, for a call that is one."""
-    if isinstance(module, nn.MaxPool2d):
-        values = (module.kernel_size, module.stride, module.padding, module.dilation)
-        return (*(_ints(value, 2) for value in values), module.ceil_mode)
-    if node.op == "call_function" and function_name(node.target) == "max_pool2d":
-        kernel = argument(node, 1, "kernel_size")
-        values = (
-            kernel,
-            argument(node, 2, "stride") or kernel,
-            argument(node, 3, "padding", 0),
-            argument(node, 4, "dilation", 1),
-        )
-        if any(
-            isinstance(part, fx.Node)
-            for value in values
-            for part in (value if isinstance(value, (list, tuple)) else [value])
-        ):
-            return None
-        return (*(_ints(value, 2) for value in values), bool(argument(node, 5, "ceil_mode", False)))
-    return None
-
-
-@dataclass(frozen=True)
-class ConvPacking:
-    """Packs the weight of a convolution for the kernel, for one place where it is called."""
-
-    x_scale: float
-    x_zero_point: int
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    groups: int
-    flipped: bool = False
-
-    def __call__(self, layer: QuantizedLayer) -> Tensor:
-        codes = layer.codes
-        if self.flipped:
-            codes = codes.flip(list(range(2, codes.dim())))
-        return torch.ops.onednn.qconv_prepack(
-            codes.contiguous(), layer.scale, self.x_scale, self.x_zero_point, self.stride, self.padding, self.dilation,
-            self.groups, None,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LinearPacking:
-    """Packs the weight of a linear layer for the kernel."""
-
-    def __call__(self, layer: QuantizedLayer) -> Tensor:
-        return torch.ops.onednn.qlinear_prepack(layer.codes, None)

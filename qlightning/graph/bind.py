@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,8 +100,8 @@ class Captured:
             )
         if len(self.programs) >= _MAX_VARIANTS:
             raise CaptureError(
-                f"{self.original.__name__}: called in more than {_MAX_VARIANTS} different ways; numbers or strings that "
-                f"change with every call cannot be part of a graph. Pass them as tensors, or exclude the module."
+                f"{self.original.__name__}: called in more than {_MAX_VARIANTS} different ways; numbers or strings "
+                f"that change with every call cannot be part of a graph. Pass them as tensors, or exclude the module."
             )
         program = Program(self._trace(module, spec, training))
         self.programs[spec, training] = program
@@ -179,59 +180,58 @@ def restore_forward(module: nn.Module) -> None:
         module.__class__ = type(module).__mro__[2]  # itself, _Delegating, the original
 
 
+def _listed(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: m for name, m in module._modules.items() if name != GRAPH_MODULES and m is not None}
+
+
 class _SequentialListing(nn.Sequential):
     """An nn.Sequential that does not list the fake-quantizers that its graph has."""
 
-    def _listed(self) -> dict[str, nn.Module]:
-        return {name: m for name, m in self._modules.items() if name != GRAPH_MODULES and m is not None}
-
     def __len__(self) -> int:
-        return len(self._listed())
+        return len(_listed(self))
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._listed().values())
+        return iter(_listed(self).values())
 
     def __getitem__(self, idx: Any) -> Any:
-        items = list(self._listed().items())
-        if isinstance(idx, slice):
-            return nn.Sequential(dict(items[idx]))  # type: ignore[arg-type]
-        return items[idx][1]
+        items = list(_listed(self).items())
+        return nn.Sequential(OrderedDict(items[idx])) if isinstance(idx, slice) else items[idx][1]
 
 
 class _ModuleListListing(nn.ModuleList):
     """An nn.ModuleList that does not list the fake-quantizers that its graph has."""
 
-    _listed = _SequentialListing._listed
-    __len__ = _SequentialListing.__len__
-    __iter__ = _SequentialListing.__iter__
+    def __len__(self) -> int:
+        return len(_listed(self))
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(_listed(self).values())
 
     def __getitem__(self, idx: Any) -> Any:
-        items = list(self._listed().values())  # type: ignore[arg-type]
+        items = list(_listed(self).values())
         return nn.ModuleList(items[idx]) if isinstance(idx, slice) else items[idx]
 
 
 class _ModuleDictListing(nn.ModuleDict):
     """An nn.ModuleDict that does not list the fake-quantizers that its graph has."""
 
-    _listed = _SequentialListing._listed
-
     def __len__(self) -> int:
-        return len(self._listed())  # type: ignore[arg-type]
+        return len(_listed(self))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._listed())  # type: ignore[arg-type]
+        return iter(_listed(self))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._listed()  # type: ignore[arg-type]
+        return key in _listed(self)
 
     def keys(self) -> Any:
-        return self._listed().keys()  # type: ignore[arg-type]
+        return _listed(self).keys()
 
     def items(self) -> Any:
-        return self._listed().items()  # type: ignore[arg-type]
+        return _listed(self).items()
 
     def values(self) -> Any:
-        return self._listed().values()  # type: ignore[arg-type]
+        return _listed(self).values()
 
 
 _LISTINGS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (

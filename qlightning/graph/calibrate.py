@@ -21,8 +21,8 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, num_batches: int |
     """Runs batches through a prepared model in eval mode and takes the ranges from what its observers see.
 
     A batch is what the model's forward takes: a tensor; a mapping, given as keywords where its keys are names of the
-    forward's arguments; or a tuple or list, whose first entries are given, as many as the forward has required arguments
-    (so that of an (image, label) pair the image is). It is moved to the model's device.
+    forward's arguments; or a tuple or list, whose first entries are given, as many as the forward has required
+    arguments (so that of an (image, label) pair the image is). It is moved to the model's device.
 
     Args:
         prepared: A model from prepare; changed in place, its mode comes back.

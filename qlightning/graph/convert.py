@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from qlightning.backends import Backend, resolve_backend
-from qlightning.backends.qdq import (
-    CONV_TRANSPOSES,
-    DEQUANTIZE,
-    DEQUANTIZE_PER_CHANNEL,
-    QUANTIZE,
-    QUANTIZE_PER_CHANNEL,
-    QParams,
-    aten,
-)
 from qlightning.errors import BackendError, CalibrationError, ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
-from qlightning.functional import quantize
 from qlightning.graph.bind import GRAPH_MODULES, BoundModule, Captured, Program, bind
-from qlightning.graph.patterns import can_fold, only_user, source_of
 from qlightning.graph.prepare import Preparation, PreparedModule, is_prepared
-from qlightning.nn.qat import QATLayer, bn_factor, grid_scales_with_channel, layer_type, swap_out
-from qlightning.nn.quantized import QuantizedLayer, dequantized_weight
+from qlightning.graph.qdq import GraphConversion
+from qlightning.nn.qat import QATLayer, swap_out
+from qlightning.nn.quantized import QuantizedLayer
 from qlightning.tensor import QuantizedTensor
-from qlightning.vocabulary import LAYER_FUNCTIONS, Kind, Vocabulary, argument, function_name, has_effect, is_dropout
 
 
 class ConvertedModule(BoundModule):
@@ -74,8 +61,8 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
     chosen.adapt(preparation.qconfig)
     if chosen.saturates(preparation.qconfig.activation, preparation.qconfig.weight):
         raise BackendError(
-            f"The model has full 8-bit activations and weights, on which backend {chosen.name!r} would saturate on this "
-            f"CPU. Convert with backend='reference', or prepare the model on this machine."
+            f"The model has full 8-bit activations and weights, on which backend {chosen.name!r} would saturate on "
+            f"this CPU. Convert with backend='reference', or prepare the model on this machine."
         )
     with torch.inference_mode(False):
         _check_observed(prepared)
@@ -165,7 +152,7 @@ class _RootConversion:
         graphs = {s: p.graph for (s, training), p in self._captured.programs.items() if not training}
         self._root = self._copy_tree()
         qdq = {spec: self._to_qdq(graph) for spec, graph in graphs.items()}
-        self._drop_unused(qdq.values())
+        self._finish_tree(qdq.values())
         captured = Captured(self._class if self._keep_class else _Standalone, None)
         captured.signature = self._captured.signature
         for spec, graph in qdq.items():
@@ -186,10 +173,7 @@ class _RootConversion:
             if isinstance(module, PreparedModule) and module is not self._module:
                 return _convert_tree(module, self._backend)
             if isinstance(module, QATLayer):
-                layer = copy.copy(module)
-                layer.__dict__["_modules"] = dict(module._modules)
-                swap_out(layer)
-                return copy.deepcopy(layer).cpu()
+                return nn.Identity()  # until it is known whether it becomes int8: a float weight is not copied in vain
             if not any(isinstance(m, (QATLayer, PreparedModule)) for m in module.modules()):
                 return copy.deepcopy(module).cpu()
             shell = _shell(module, type(module))
@@ -203,9 +187,13 @@ class _RootConversion:
                 root._modules[name] = None if child is None else copy_below(child)
         return root
 
-    def _drop_unused(self, graphs: Any) -> None:
-        """Layers that became int8 stand under their old names; a BatchNorm that was folded leaves an Identity."""
+    def _finish_tree(self, graphs: Iterable[fx.Graph]) -> None:
+        """Puts layers that stay float in place; a BatchNorm that was folded leaves an Identity."""
         called = {str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"}
+        int8 = set(self._layers.values())
+        for path, module in self._module.named_modules(remove_duplicate=False):
+            if isinstance(module, QATLayer) and path and path not in int8 and not self._in_other_root(path):
+                _set_submodule(self._root, path, _float_copy(module))
         for path, module in list(self._root.named_modules()):
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and path in self._folded and path not in called:
                 _set_submodule(self._root, path, nn.Identity())
@@ -213,10 +201,15 @@ class _RootConversion:
             for name in list(self._root._parameters):
                 del self._root._parameters[name]
 
+    def _in_other_root(self, path: str) -> bool:
+        parents = path.split(".")
+        inner = (self._module.get_submodule(".".join(parents[:i])) for i in range(1, len(parents) + 1))
+        return any(isinstance(m, PreparedModule) for m in inner)
+
     # The graph
 
     def _to_qdq(self, graph: fx.Graph) -> fx.Graph:
-        return _GraphConversion(self, graph).run()
+        return GraphConversion(graph, self._module, self._root, self.place).run()
 
     @property
     def _folded(self) -> set[str]:
@@ -235,6 +228,13 @@ class _RootConversion:
         return self._layers[key]
 
 
+def _float_copy(layer: QATLayer) -> nn.Module:
+    twin = copy.copy(layer)
+    twin.__dict__["_modules"] = dict(layer._modules)
+    swap_out(twin)
+    return copy.deepcopy(twin).cpu()
+
+
 class _Standalone(nn.Module):
     """The forward of a converted module and what it needs, without the class that it came from."""
 
@@ -248,291 +248,9 @@ def _stays_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _weight_of_layer(self: nn.Module) -> QuantizedTensor:
-    return self.layer.weight()  # type: ignore[operator,union-attr,no-any-return]
+    return self.layer.weight()  # type: ignore[operator,union-attr]
 
 
 def _set_submodule(root: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     root.get_submodule(parent)._modules[name] = module
-
-
-class _GraphConversion:
-    """Rewrites one prepared eval graph to QDQ form."""
-
-    def __init__(self, conversion: _RootConversion, graph: fx.Graph) -> None:
-        self._conversion = conversion
-        self._module = conversion._module
-        self._root = conversion._root
-        self._old = graph
-        self._ops = Vocabulary(graph, self._module)
-        self._new = fx.Graph()
-        self._values: dict[fx.Node, fx.Node] = {}
-        self._calls: dict[str, int] = {}
-        self._float_calls = {
-            str(n.target)
-            for n in graph.nodes
-            if n.op == "call_module" and self._ops[n].kind is Kind.LAYER and not self._is_int8(n)
-        }
-
-    def run(self) -> fx.Graph:
-        for node in self._old.nodes:
-            self._values[node] = self._visit(node)
-        self._new.eliminate_dead_code(is_impure_node=has_effect)
-        self._new.lint()
-        return self._new
-
-    def _visit(self, node: fx.Node) -> fx.Node:
-        kind = self._ops[node].kind
-        if kind is Kind.FAKE_QUANT:
-            fq = self._ops.module(node)
-            assert isinstance(fq, FakeQuantize)
-            value = self._values[node.args[0]]  # type: ignore[index]
-            return self._quantize_dequantize(value, fq) if self._is_grid(fq) else value
-        if kind is Kind.LAYER and self._is_int8(node):
-            return self._layer(node)
-        if kind is Kind.BATCH_NORM and (layer := self._folds_into(node)) is not None:
-            return self._values[layer]
-        if kind is Kind.ACTIVATION:
-            target, args, kwargs = self._ops.elementwise(node)
-            return self._new.call_function(target, (self._values[self._ops[node].inputs[0]], *args), kwargs)
-        if kind is Kind.BINARY:
-            target = aten.add.Tensor if self._ops.binary_name(node) == "add" else aten.mul.Tensor
-            return self._new.call_function(target, tuple(self._values[n] for n in self._ops[node].inputs))
-        if self._does_nothing(node):
-            return self._values[self._ops[node].inputs[0]]
-        if node.op == "get_attr":
-            return self._get_attr(str(node.target))
-        copied = self._new.node_copy(node, lambda n: self._values[n])
-        return copied
-
-    def _does_nothing(self, node: fx.Node) -> bool:
-        if self._ops[node].kind is not Kind.SAME:
-            return False
-        if is_dropout(node):
-            # In an eval graph the flag is a constant; True is a dropout that the user wants in eval mode too.
-            flag = argument(node, {"stochastic_depth": 3}.get(function_name(node.target), 2), "training", True)
-            return flag is False
-        return isinstance(self._ops.module(node), (nn.Identity, nn.modules.dropout._DropoutNd))
-
-    @staticmethod
-    def _is_grid(fq: FakeQuantize) -> bool:
-        return fq.observed and not isinstance(fq, WeightFakeQuantize)
-
-    def _is_int8(self, node: fx.Node) -> bool:
-        """Whether a layer computes on codes: its input lies on a grid, and so does its weight."""
-        source = source_of(self._ops[node].inputs[0], self._ops)
-        fq = self._ops.module(source)
-        if not (isinstance(fq, FakeQuantize) and self._is_grid(fq)):
-            return False
-        if node.op == "call_module":
-            module = self._ops.module(node)
-            return isinstance(module, QATLayer) and module.weight_fake_quant.observed
-        weight = argument(node, 1, "weight")
-        grid = self._ops.module(weight) if isinstance(weight, fx.Node) else None
-        return isinstance(grid, WeightFakeQuantize) and grid.observed
-
-    def _folds_into(self, bn: fx.Node) -> fx.Node | None:
-        """The int8 layer that a BatchNorm folds into."""
-        layer = self._ops[bn].inputs[0]
-        if self._ops[layer].kind is not Kind.LAYER or not can_fold(bn, self._ops):
-            return None
-        if only_user(layer, self._ops) is not bn or not self._is_int8(layer):
-            return None
-        if _base_type(layer, self._ops) is nn.Linear:
-            # Its channels are the last dimension, those of a BatchNorm the second: the same in 2-d only.
-            fq = self._ops.module(source_of(self._ops[layer].inputs[0], self._ops))
-            assert isinstance(fq, FakeQuantize)
-            return layer if fq.seen_ndims == {2} else None
-        return layer
-
-    def _quantize_dequantize(self, value: fx.Node, fq: FakeQuantize) -> fx.Node:
-        scheme = fq.scheme
-        ends = (scheme.quant_min, scheme.quant_max, scheme.dtype)
-        if scheme.axis is None:
-            qparams = QParams(float(fq.scale), int(fq.zero_point), *ends)
-            codes = self._new.call_function(QUANTIZE, (value, *qparams.args()))
-            return self._new.call_function(DEQUANTIZE, (codes, *qparams.args()))
-        name = re.sub(r"\W", "_", fq.name)
-        for suffix in ("scale", "zero_point"):
-            self._root.register_buffer(f"{name}_{suffix}", _copied(getattr(fq, suffix)))
-        grid = (self._new.get_attr(f"{name}_scale"), self._new.get_attr(f"{name}_zero_point"), scheme.axis, *ends)
-        codes = self._new.call_function(QUANTIZE_PER_CHANNEL, (value, *grid))
-        return self._new.call_function(DEQUANTIZE_PER_CHANNEL, (codes, *grid))
-
-    def _get_attr(self, target: str) -> fx.Node:
-        """A parameter or buffer; one of a layer that became int8 is kept beside it."""
-        owner, _, name = target.rpartition(".")
-        if isinstance(self._module.get_submodule(owner), QATLayer):
-            tensor = getattr(self._module.get_submodule(owner), name)
-            target = f"float_{re.sub(r'[^0-9a-zA-Z]', '_', target)}"
-            if target not in self._root._buffers:
-                self._root.register_buffer(target, _copied(tensor))
-        return self._new.get_attr(target)
-
-    def _layer(self, node: fx.Node) -> fx.Node:
-        base = _base_type(node, self._ops)
-        if node.op == "call_module":
-            path = str(node.target)
-            module = self._ops.module(node)
-            assert isinstance(module, QATLayer)
-            weight, bias, fq = module.weight, module.bias, module.weight_fake_quant
-            call = _ModuleCall(module)
-        else:
-            attribute = argument(node, 1, "weight").args[0].target
-            path, _, _ = str(attribute).rpartition(".")
-            owner = self._module.get_submodule(path)
-            free = layer_type(owner) is not None and path != ""
-            path = path if free else "layer" if self._conversion._is_layer else f"{attribute}_quantized"
-            weight = _attribute(self._module, str(attribute))
-            bias_node = argument(node, 2, "bias")
-            bias = None if bias_node is None else _attribute(self._module, str(bias_node.target))
-            fq = self._ops.module(argument(node, 1, "weight"))  # type: ignore[assignment]
-            call = _FunctionCall(node, base)
-        number = self._calls.get(path, 0)
-        self._calls[path] = number + 1
-        follower = only_user(node, self._ops)
-        folded = follower is not None and self._folds_into(follower) is node
-        bn = self._ops.module(follower) if folded and follower is not None else None
-        name = self._conversion.place(
-            path,
-            str(follower.target) if folded and follower is not None else "",
-            number if bn is None else 0,
-            lambda: quantized_layer(weight, bias, fq, bn, base.__name__),
-            free=path not in self._float_calls,
-        )
-        layer = self._root.get_submodule(name)
-        assert isinstance(layer, QuantizedLayer)
-        return self._emit(node, name, layer, base, call)
-
-    def _emit(self, node: fx.Node, name: str, layer: QuantizedLayer, base: type[nn.Module], call: Any) -> fx.Node:
-        new = self._new
-        parts = (new.get_attr(f"{name}.codes"), new.get_attr(f"{name}.scale"), new.get_attr(f"{name}.zero_point"))
-        weight = new.call_function(dequantized_weight, (*parts, layer.transposed_groups))
-        bias = None if layer.bias is None else new.get_attr(f"{name}.bias")
-        x = self._values[self._ops[node].inputs[0]]
-        if base is nn.Linear:
-            result = new.call_function(aten.linear.default, (x, weight, bias))
-        elif issubclass(base, nn.modules.conv._ConvTransposeNd):
-            target = next(t for t, dims in CONV_TRANSPOSES.items() if dims == layer.codes.dim() - 2)
-            geometry = (call.stride, call.padding, call.output_padding, call.groups, call.dilation)
-            result = new.call_function(target, (x, weight, bias, *geometry))
-        else:
-            x, padding = self._padded(x, call, layer.codes.shape[2:])
-            target = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[layer.codes.dim() - 3]
-            result = new.call_function(target, (x, weight, bias, call.stride, padding, call.dilation, call.groups))
-        result.meta["layer"] = name
-        return result
-
-    def _padded(self, x: fx.Node, call: Any, kernel: torch.Size) -> tuple[fx.Node, list[int]]:
-        """The input with the padding that the convolution itself cannot do, and the padding left to it."""
-        padding = call.padding
-        none = [0] * len(kernel)
-        if padding == "valid":
-            padding = none
-        if padding == "same":
-            total = [d * (k - 1) for d, k in zip(_each(call.dilation, len(kernel)), kernel, strict=True)]
-            margins = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
-            if call.padding_mode == "zeros" and all(t % 2 == 0 for t in total):
-                return x, [t // 2 for t in total]
-        else:
-            margins = [p for p in reversed(_each(padding, len(kernel))) for _ in range(2)]
-        mode = {"zeros": "constant"}.get(call.padding_mode, call.padding_mode)
-        if call.padding_mode == "zeros" and padding != "same":
-            return x, _each(padding, len(kernel))
-        return self._new.call_function(F.pad, (x, margins, mode)), none
-
-
-def _each(value: Any, dims: int) -> list[int]:
-    return [int(value)] * dims if isinstance(value, int) else [int(v) for v in value] * (dims if len(value) == 1 else 1)
-
-
-class _ModuleCall:
-    """The geometry of a convolution that is a module."""
-
-    def __init__(self, module: Any) -> None:
-        if isinstance(module, nn.Linear):
-            return
-        self.stride, self.padding, self.dilation = list(module.stride), module.padding, list(module.dilation)
-        self.padding = self.padding if isinstance(self.padding, str) else list(self.padding)
-        self.output_padding, self.groups = list(module.output_padding), module.groups
-        self.padding_mode = module.padding_mode
-
-
-class _FunctionCall:
-    """The geometry of a convolution that is called as a function."""
-
-    padding_mode = "zeros"
-
-    def __init__(self, node: fx.Node, base: type[nn.Module]) -> None:
-        if base is nn.Linear:
-            return
-        dims = int(base.__name__[-2])
-        transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
-        self.stride = _each(argument(node, 3, "stride", 1), dims)
-        padding = argument(node, 4, "padding", 0)
-        self.padding = padding if isinstance(padding, str) else _each(padding, dims)
-        if transposed:
-            self.output_padding = _each(argument(node, 5, "output_padding", 0), dims)
-            self.groups = argument(node, 6, "groups", 1)
-            self.dilation = _each(argument(node, 7, "dilation", 1), dims)
-        else:
-            self.dilation = _each(argument(node, 5, "dilation", 1), dims)
-            self.groups = argument(node, 6, "groups", 1)
-
-
-def _base_type(node: fx.Node, ops: Vocabulary) -> type[nn.Module]:
-    module = ops.module(node)
-    base = layer_type(module) if module is not None else LAYER_FUNCTIONS[function_name(node.target)]
-    assert base is not None
-    return base
-
-
-def _attribute(root: nn.Module, target: str) -> Tensor:
-    owner, _, name = target.rpartition(".")
-    tensor: Tensor = getattr(root.get_submodule(owner), name)
-    return tensor
-
-
-def quantized_layer(
-    weight: Tensor, bias: Tensor | None, fq: WeightFakeQuantize, bn: Any | None, kind: str = ""
-) -> QuantizedLayer:
-    """Quantizes the weight of a layer as its fake-quantizer does, and folds the BatchNorm behind it in.
-
-    With f = gamma / sqrt(running_var + eps): weight * f and (bias - running_mean) * f + beta. Where the grid scales with
-    the channel, f goes into its scale, and its sign into the codes; else it is the weight times f that is on the grid.
-
-    Args:
-        weight: The float weight, in the layer's layout.
-        bias: float (out,), or None.
-        fq: The fake-quantizer of the weight.
-        bn: The BatchNorm, or None.
-        kind: The type of the layer, for the report.
-    """
-    w = fq.to_output_first(weight.detach().float())
-    channels = w.shape[0]
-    scale, zero_point = fq.scale.detach().clone(), fq.zero_point.detach().clone()
-    if scale.dim() == 0:
-        scale, zero_point = scale.repeat(channels), zero_point.repeat(channels)
-    if bn is None:
-        codes = quantize(w, fq.scale, fq.zero_point, fq.scheme)
-        new_bias = None if bias is None else bias.detach().float().clone()
-    else:
-        factor = bn_factor(bn)
-        gamma_is_zero = torch.zeros_like(factor, dtype=torch.bool) if bn.weight is None else bn.weight == 0
-        shaped = factor.view(-1, *[1] * (w.dim() - 1))
-        if grid_scales_with_channel(fq.scheme):
-            codes = quantize(w, fq.scale, fq.zero_point, fq.scheme) * shaped.sign().to(torch.int8)
-            scale = scale * factor.abs()
-        else:
-            codes = quantize(w * shaped, fq.scale, fq.zero_point, fq.scheme)
-        if bool(gamma_is_zero.any()):
-            codes[gamma_is_zero] = zero_point[gamma_is_zero].to(codes.dtype).view(-1, *[1] * (w.dim() - 1))
-        mean = bn.running_mean.float()
-        start = -mean if bias is None else bias.detach().float() - mean
-        new_bias = start * factor.masked_fill(gamma_is_zero, 0.0)
-        if bn.bias is not None:
-            new_bias = new_bias + bn.bias.detach().float()
-    new_bias = None if new_bias is None else new_bias.cpu()
-    return QuantizedLayer(
-        codes.cpu(), scale.cpu(), zero_point.cpu(), new_bias, fq.transposed_groups, kind, str(fq.scheme)
-    )

@@ -110,60 +110,63 @@ def _can_have_grid(value: fx.Node, ops: Vocabulary, floats: Collection[fx.Node])
 def _blocks(
     graph: fx.Graph, ops: Vocabulary, is_int8_layer: Callable[[fx.Node], bool], floats: Collection[fx.Node]
 ) -> dict[fx.Node, Block]:
+    """The blocks by their last node. Layers first, so that a sum finds every layer that it may take in."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    open_blocks: dict[fx.Node, Block] = {}
+    blocks: dict[fx.Node, Block] = {}
     for node in graph.nodes:
         if ops[node].kind is not Kind.LAYER or node in floats or not is_int8_layer(node):
             continue
-        block = Block(head=node, output=node)
         follower = only_user(node, ops)
-        if follower is not None and follower not in floats and can_fold(follower, ops):
-            block.bn = block.output = follower
-        open_blocks[block.output] = block
+        bn = follower if follower is not None and follower not in floats and can_fold(follower, ops) else None
+        blocks[bn or node] = Block(head=node, output=bn or node, bn=bn)
     for node in graph.nodes:
         kind = ops[node].kind
         if node in floats or kind not in (Kind.BINARY, Kind.ACTIVATION, Kind.POOL, Kind.CAT):
             continue
-        if kind is Kind.ACTIVATION:
-            before = ops[node].inputs[0]
-            opened = open_blocks.get(before)
-            if opened is not None and opened.activation is None and only_user(before, ops) is node:
-                if ops[opened.head].kind not in (Kind.POOL, Kind.CAT):
-                    del open_blocks[before]
-                    opened.activation = opened.output = node
-                    open_blocks[node] = opened
-                    continue
-        if kind is Kind.BINARY and ops.binary_name(node) == "add":
+        if kind is Kind.ACTIVATION and (block := _open_for_activation(node, blocks, ops)) is not None:
+            block.activation = node
+        elif kind is Kind.BINARY and (block := _open_for_sum(node, blocks, ops, order)) is not None:
             left, right = ops[node].inputs
-            absorbing = [
-                value
-                for value in (left, right)
-                if left is not right
-                and (block_ := open_blocks.get(value)) is not None
-                and ops[block_.head].kind is Kind.LAYER
-                and block_.activation is None
-                and block_.add is None
-                and only_user(value, ops) is node
-            ]
-            if absorbing:
-                last = max(absorbing, key=lambda value: order[value])
-                block = open_blocks.pop(last)
-                block.add = block.output = node
-                block.residual = right if last is left else left
-                open_blocks[node] = block
-                continue
-        open_blocks[node] = Block(head=node, output=node)
-    return open_blocks
+            block.residual = right if block.output is left else left
+            block.add = node
+        else:
+            blocks[node] = Block(head=node, output=node)
+            continue
+        del blocks[block.output]
+        block.output = node
+        blocks[node] = block
+    return blocks
+
+
+def _open_for_activation(node: fx.Node, blocks: dict[fx.Node, Block], ops: Vocabulary) -> Block | None:
+    """The block whose end an activation becomes: one that computes in full precision, read by nothing else."""
+    before = ops[node].inputs[0]
+    block = blocks.get(before)
+    if block is None or block.activation is not None or only_user(before, ops) is not node:
+        return None
+    return None if ops[block.head].kind in (Kind.POOL, Kind.CAT) else block
+
+
+def _open_for_sum(
+    node: fx.Node, blocks: dict[fx.Node, Block], ops: Vocabulary, order: dict[fx.Node, int]
+) -> Block | None:
+    """The layer that takes a sum in: the later of its operands that is a layer without activation, read by it alone."""
+    left, right = ops[node].inputs
+    if ops.binary_name(node) != "add" or left is right:
+        return None
+    found = [blocks[value] for value in (left, right) if value in blocks and only_user(value, ops) is node]
+    layers = [b for b in found if ops[b.head].kind is Kind.LAYER and b.activation is None and b.add is None]
+    return max(layers, key=lambda block: order[block.output], default=None)
 
 
 def only_user(node: fx.Node, ops: Vocabulary) -> fx.Node | None:
-    """The one node that computes on a value; None where there are several. Questions about its size do not count."""
+    """The one node that computes on a value; None where there are several. Asking for its size does not count."""
     users = [user for user in node.users if ops[user].kind is not Kind.OTHER]
     return users[0] if len(users) == 1 and users[0].op != "output" else None
 
 
 def can_fold(node: fx.Node, ops: Vocabulary) -> bool:
-    """Whether a node is a BatchNorm that uses running statistics, so that it is a fixed factor per channel in eval mode."""
+    """Whether a node is a BatchNorm with running statistics: in eval mode a fixed factor per channel."""
     module = ops.module(node)
     return ops[node].kind is Kind.BATCH_NORM and module is not None and module.running_var is not None
 

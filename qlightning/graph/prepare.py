@@ -382,4 +382,4 @@ def is_prepared(module: nn.Module) -> bool:
 
 def captured_roots(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules at or below a module whose forward runs graphs, with their names."""
-    return [(name, m) for name, m in module.named_modules() if isinstance(m, BoundModule)]
+    return [(name, m) for name, m in module.named_modules() if isinstance(m, BoundModule)]  # type: ignore[misc]

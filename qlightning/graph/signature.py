@@ -1,4 +1,4 @@
-"""How a forward was called: the tensors in its arguments, and all else as a key to tell one way of calling from another."""
+"""How a forward was called: the tensors in its arguments, and all else as a key that tells ways of calling apart."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _construct(cls: type, items: dict[Any, Any]) -> Any:
 
 
 def expected_calls(signature: inspect.Signature) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The calls to be ready for before the first one: all defaults; then each flag turned, each None replaced by a tensor.
+    """The calls to be ready for: all defaults; then each flag turned, each None replaced by a tensor.
 
     Tensors are stood in for by empty ones; ``*args`` and ``**kwargs`` are left out.
     """

@@ -76,10 +76,9 @@ class _Tracer(fx.Tracer):
         if not isinstance(attr_val, Tensor):
             return attr_val
         if not self._tensor_names:
-            for name, tensor in (*self.root.named_parameters(), *self.root.named_buffers()):
-                self._tensor_names.setdefault(id(tensor), name)
-        name = self._tensor_names.get(id(attr_val))
-        if name is None:
+            for key, tensor in (*self.root.named_parameters(), *self.root.named_buffers()):
+                self._tensor_names.setdefault(id(tensor), key)
+        if (name := self._tensor_names.get(id(attr_val))) is None:
             return attr_val
         if name not in parameter_proxy_cache:
             parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
@@ -115,7 +114,8 @@ def trace(
     """
     params = ", ".join(leaf_names)
     namespace: dict[str, Any] = {"_call": call, "_forward": original.forward}
-    source = f"def forward(self, {params}):\n    args, kwargs = _call([{params}])\n    return _forward(self, *args, **kwargs)\n"
+    body = f"args, kwargs = _call([{params}]); return _forward(self, *args, **kwargs)"
+    source = f"def forward(self, {params}): {body}\n"
     exec(source, namespace)
     own_class = module.__class__
     before = {name: (m, m.training, dict(m.__dict__)) for name, m in module.named_modules()}

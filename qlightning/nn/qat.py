@@ -1,4 +1,4 @@
-"""The layers of a prepared model: each computes with its weight on the grid, and keeps its parameters and their names."""
+"""The layers of a prepared model: each computes with its weight on the grid, and keeps its parameters by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class QATLayer(nn.Module):
     """
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Any
     weight_fake_quant: WeightFakeQuantize
     following_bn: _BatchNorm | None
 
@@ -36,7 +36,7 @@ class QATLayer(nn.Module):
 
 
 class _Conv(QATLayer):
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         return self._conv_forward(input, self.fake_quantized_weight(), self.bias)  # type: ignore[operator]
 
 
@@ -55,12 +55,12 @@ class Conv3d(_Conv, nn.Conv3d):
 class Linear(QATLayer, nn.Linear):
     """nn.Linear with its weight on the grid."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         return F.linear(input, self.fake_quantized_weight(), self.bias)
 
 
 class _ConvTranspose(QATLayer):
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  torch's name
         dims = len(self.kernel_size)  # type: ignore[arg-type]
         output_padding = self._output_padding(  # type: ignore[operator]
             input, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation
