@@ -1,0 +1,203 @@
+"""Calibration under Lightning: which batches, and how a LightningModule passes them to its nets, without a trace."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+from tqdm.auto import tqdm
+
+from qlightning.callbacks.base import LIGHTNING_DATAMODULES, combined_loader, overrides
+from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
+from qlightning.fake_quantize import calibrating
+
+CalibrationFn = Callable[[Any, Any], Any]
+
+# What a step of a LightningModule is tried for: its own stage first, training last, since it may step optimizers.
+_STEPS = {
+    "validate": ("validation_step", "test_step", "training_step"),
+    "test": ("test_step", "validation_step", "training_step"),
+    "predict": ("predict_step", "validation_step", "test_step", "training_step"),
+    "fit": ("validation_step", "training_step"),
+}
+
+
+def calibration_batches(trainer: Any, pl_module: nn.Module, calibration_data: Any) -> Iterable[Any]:
+    """Finds the batches to calibrate on.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: The LightningModule.
+        calibration_data: A loader or another iterable of batches, a LightningDataModule, or None: the Trainer's
+            LightningDataModule, or else the training loader of the Trainer or of the LightningModule. Of a
+            LightningDataModule the ``calibration_dataloader()`` counts where there is one, else the
+            ``train_dataloader()``.
+
+    Raises:
+        CalibrationError: There are none.
+    """
+    if calibration_data is not None and not isinstance(calibration_data, LIGHTNING_DATAMODULES):
+        return calibration_data
+    datamodule: Any = calibration_data if calibration_data is not None else trainer.datamodule
+    if datamodule is not None:
+        if datamodule is not trainer.datamodule and trainer.is_global_zero:
+            datamodule.prepare_data()
+        if datamodule is not trainer.datamodule or trainer.state.fn != "fit":
+            # Lightning has called setup for the stage that runs; training data is promised after setup("fit").
+            datamodule.setup("fit")
+        if callable(own := getattr(datamodule, "calibration_dataloader", None)):
+            return own()
+        if overrides(datamodule, "train_dataloader"):
+            return combined_loader(datamodule.train_dataloader())
+    elif trainer.state.fn == "fit" and trainer.train_dataloader is not None:
+        return combined_loader(trainer.train_dataloader)
+    elif overrides(pl_module, "train_dataloader"):
+        try:
+            return combined_loader(pl_module.train_dataloader())  # type: ignore[operator]
+        except Exception as error:
+            raise CalibrationError(
+                f"{type(pl_module).__name__}.train_dataloader() gives no loader for the calibration: {error}. Give one "
+                "with PostTrainingQuantization(calibration_data=...)."
+            ) from error
+    raise CalibrationError(
+        "No data to calibrate on: there is neither a LightningDataModule nor a train_dataloader(). Give a loader of "
+        "training batches with PostTrainingQuantization(calibration_data=...)."
+    )
+
+
+@torch.no_grad()
+def calibrate_with_steps(
+    trainer: Any,
+    pl_module: nn.Module,
+    prepared: dict[str, nn.Module],
+    batches: Iterable[Any],
+    num_batches: int | None,
+    calibration_fn: CalibrationFn | None = None,
+) -> int:
+    """Lets the observers of prepared modules see batches, as the LightningModule passes these to its nets.
+
+    Runs in eval mode without gradients, with a progress bar where the Trainer has one. The random state, the metrics
+    and plain attributes of the LightningModule, and the log are left as they are.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: The LightningModule that holds the prepared modules.
+        prepared: By target name.
+        batches: What its loader gives; moved to the device as Lightning does.
+        num_batches: At most so many; None: all.
+        calibration_fn: Called with the LightningModule and a batch instead of one of its steps.
+
+    Returns:
+        The number of batches.
+
+    Raises:
+        NonFiniteError: NaN or infinity; names the batch and the layer.
+        CalibrationError: There is no batch, or a step cannot run on one.
+    """
+    modes = {module: module.training for module in pl_module.modules()}
+    run = calibration_fn or _step_of(trainer, pl_module, prepared)
+    count = 0
+    show = trainer.progress_bar_callback is not None and trainer.is_global_zero
+    pl_module.eval()
+    try:
+        with (
+            _calibrating(prepared.values()),
+            torch.random.fork_rng(devices=[]),
+            trainer.precision_plugin.forward_context(),
+        ):
+            bar = tqdm(
+                islice(batches, num_batches), "Calibrating", total=_length(batches, num_batches), disable=not show
+            )
+            for batch in bar:
+                batch = trainer.precision_plugin.convert_input(batch)
+                batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
+                batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+                try:
+                    run(pl_module, batch)
+                except NonFiniteError as error:
+                    raise NonFiniteError(f"calibration batch {count}: {error}") from error
+                except QuantizationError:
+                    raise
+                except Exception as error:
+                    raise CalibrationError(
+                        f"Calibration batch {count}: {type(error).__name__}: {error}. If training batches need another "
+                        "treatment, give PostTrainingQuantization(calibration_fn=lambda pl_module, batch: ...) or "
+                        "calibration_data=..."
+                    ) from error
+                count += 1
+            if not count:
+                raise CalibrationError("The calibration loader gives no batch, so no range can be observed.")
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return count
+
+
+@contextmanager
+def _calibrating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(calibrating(module))
+        yield
+
+
+def _length(batches: Any, num_batches: int | None) -> int | None:
+    try:
+        length = len(batches)
+    except TypeError:
+        return num_batches
+    return length if num_batches is None else min(length, num_batches)
+
+
+def _step_of(trainer: Any, pl_module: nn.Module, prepared: dict[str, nn.Module]) -> CalibrationFn:
+    """How to pass a batch: by a step of the LightningModule, else by its forward."""
+    stand_in = _without_side_effects(trainer, pl_module, prepared)
+    for name in _STEPS[str(trainer.state.fn.value)]:
+        step = getattr(stand_in, name)
+        is_manual = name == "training_step" and not pl_module.automatic_optimization
+        if not overrides(pl_module, name) or is_manual:
+            continue
+        parameters = list(inspect.signature(step).parameters.values())
+        if any(parameter.name == "dataloader_iter" for parameter in parameters):
+            continue
+        required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        takes_index = len(required) > 1 or any(p.name == "batch_idx" for p in parameters)
+        extra = (0,) * max(len(required) - 1, int(takes_index))
+        return lambda _, batch, step=step, extra=extra: step(batch, *extra)  # type: ignore[misc]
+    if overrides(pl_module, "forward"):
+        return lambda _, batch: stand_in(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    raise ConfigError(
+        f"{type(pl_module).__name__} has neither a step nor a forward to pass calibration batches by. Give "
+        "PostTrainingQuantization(calibration_fn=lambda pl_module, batch: ...)."
+    )
+
+
+def _without_side_effects(trainer: Any, pl_module: nn.Module, prepared: dict[str, nn.Module]) -> Any:
+    """A stand-in for a LightningModule that shares its nets, and keeps what a step changes besides to itself.
+
+    Metrics, lists, dicts, sets and plain attributes are its own; it logs nothing and has no loggers.
+    """
+    stand_in: Any = copy.copy(pl_module)
+    for name, value in list(stand_in.__dict__.items()):
+        if isinstance(value, (list, dict, set)):
+            stand_in.__dict__[name] = copy.copy(value)
+    targets = {id(module) for module in prepared.values()}
+    for name, child in stand_in._modules.items():
+        below = list(child.modules()) if child is not None else []
+        if any(isinstance(m, Metric) for m in below) and not any(id(m) in targets for m in below):
+            stand_in._modules[name] = copy.deepcopy(child)
+    stand_in._trainer = trainer
+
+    def log_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        """A calibration batch counts in no metric."""
+
+    silent: dict[str, Any] = {"log": log_nothing, "log_dict": log_nothing, "logger": None, "loggers": []}
+    stand_in.__class__ = type(type(pl_module).__name__, (type(pl_module),), silent)
+    return stand_in

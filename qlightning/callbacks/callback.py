@@ -1,0 +1,161 @@
+"""What both callbacks are: their settings, checked when they are built, and the modules that they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from qlightning.backends import Backend, resolve_backend
+from qlightning.callbacks.base import Callback
+from qlightning.callbacks.placement import place_int8, prepared_in_place
+from qlightning.callbacks.preparation import Preparation, cancel_after_configure_model, prepare_targets
+from qlightning.errors import BackendError, ConfigError
+from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
+from qlightning.graph.report import Report, report
+from qlightning.qconfig import Mode, Pattern, QConfig
+
+
+class QuantizationCallback(Callback):
+    """What :class:`QuantizationAwareTraining` and :class:`PostTrainingQuantization` share.
+
+    Attributes:
+        prepared: The prepared modules by name; the name is ``""`` where it is the LightningModule's own forward.
+        int8_modules: The int8 modules by the same names, once there are any.
+        report: What runs in int8, what in float and why; None until something was prepared.
+    """
+
+    mode: Mode
+
+    def __init__(
+        self,
+        qconfig: QConfig | None,
+        backend: str | Backend,
+        modules: Iterable[str] | None,
+        exclude: Iterable[Pattern],
+    ) -> None:
+        super().__init__()
+        if qconfig is not None and not isinstance(qconfig, QConfig):
+            raise ConfigError(f"qconfig={qconfig!r}: a qlightning.QConfig or None is needed.")
+        self.qconfig = (qconfig or QConfig()).excluding(_patterns(exclude, "exclude"))
+        self.backend = resolve_backend(backend)
+        self.modules = None if modules is None else _patterns(modules, "modules")
+        if self.modules is not None and (not self.modules or not all(isinstance(name, str) for name in self.modules)):
+            raise ConfigError(f"modules={modules!r}: names of modules below the LightningModule are needed, or None.")
+        self.int8_modules: dict[str, nn.Module] = {}
+        self.report: Report | None = None
+        self._preparation = Preparation()
+
+    @property
+    def prepared(self) -> dict[str, nn.Module]:
+        """The prepared modules by name."""
+        return dict(self._preparation.modules)
+
+    @property
+    def int8_model(self) -> nn.Module | dict[str, nn.Module] | None:
+        """The int8 model; a dict by name where several modules were quantized, None before the conversion."""
+        if len(self.int8_modules) > 1:
+            return dict(self.int8_modules)
+        return next(iter(self.int8_modules.values()), None)
+
+    @property
+    def state_key(self) -> str:
+        """One for each set of modules, so that several callbacks can work on the nets of one LightningModule."""
+        return self._generate_state_key(modules=self.modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain facts about the quantization, for the checkpoint."""
+        return {
+            "mode": self.mode,
+            "backend": self.backend.name,
+            "modules": list(self.prepared),
+            "exclude": [str(pattern) for pattern in self.qconfig.exclude],
+            "activation": str(self.qconfig.activation),
+            "weight": str(self.qconfig.weight),
+        }
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Saves the prepared form also where int8 modules are in place."""
+        if self.int8_modules:
+            with prepared_in_place(pl_module):
+                checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leaves nothing waiting on the LightningModule."""
+        cancel_after_configure_model(pl_module)
+
+    def _prepare(self, pl_module: nn.Module) -> None:
+        self._preparation = Preparation()
+        self.int8_modules = {}
+        self._preparation = prepare_targets(pl_module, self.qconfig, self.backend, self.modules, self.mode)
+        self.report = self._report(self.prepared)
+
+    def _convert(self, pl_module: nn.Module) -> None:
+        self.int8_modules = place_int8(pl_module, self.prepared, self.backend)
+        self.report = self._report(self.int8_modules)
+
+    def _undo(self) -> None:
+        self._preparation.undo()
+        self.report = None
+
+    def _report(self, modules: dict[str, nn.Module]) -> Report:
+        """One report for all modules, with the names that layers have in the LightningModule."""
+        reports = {name: report(module) for name, module in modules.items()}
+        layers = [
+            replace(layer, name=f"{name}.{layer.name}".strip("."))
+            for name, part in reports.items()
+            for layer in part.layers
+        ]
+        notes = [note for part in reports.values() for note in part.notes]
+        return replace(next(iter(reports.values())), layers=tuple(layers), notes=tuple(notes))
+
+    def _has_run(self) -> bool:
+        """Whether a batch has gone through a graph of ours; weights are seen also where others call the layers."""
+        return any(
+            fq.observed and not isinstance(fq, WeightFakeQuantize)
+            for module in self.prepared.values()
+            for _, fq in fake_quantizers(module)
+        )
+
+    def _unobserved(self) -> list[str]:
+        """The places that no batch has reached, by the names that they have in the LightningModule."""
+        return [
+            f"{name}.{fq.name or below}".strip(".")
+            for name, module in self.prepared.items()
+            for below, fq in fake_quantizers(module)
+            if not fq.observed
+        ]
+
+    def _check_device(self, trainer: Any) -> None:
+        """Checks that the int8 model can run where the Trainer puts it.
+
+        Raises:
+            BackendError: It cannot.
+        """
+        device = trainer.strategy.root_device
+        if device.type != "cpu" and self.backend.name != "reference":
+            raise BackendError(
+                f"The int8 kernels of backend {self.backend.name!r} run on the CPU, this Trainer on {device}. Evaluate "
+                "with Trainer(accelerator='cpu'), or choose backend='reference', which runs anywhere."
+            )
+
+
+def _patterns(patterns: Any, name: str) -> tuple[Any, ...]:
+    patterns = (patterns,) if isinstance(patterns, (str, type)) else tuple(patterns)
+    for pattern in patterns:
+        if not isinstance(pattern, (str, type)):
+            raise ConfigError(f"{name}: {pattern!r} is no name, glob or type of a module.")
+    return patterns
+
+
+def unobserved_message(pl_module: nn.Module, prepared: Iterable[str]) -> str:
+    """Says that nothing was ever run, and what to do."""
+    names = ", ".join(repr(name) for name in prepared if name)
+    what = f"The prepared modules ({names})" if names else f"The prepared forward of {type(pl_module).__name__}"
+    children = [name for name, child in pl_module.named_children() if any(True for _ in child.parameters())]
+    return (
+        f"{what} never ran, so no range was observed: the steps of {type(pl_module).__name__} call other modules. Name "
+        f"those that they call with modules=[...]; it has {', '.join(repr(child) for child in children)}."
+    )

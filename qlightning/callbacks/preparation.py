@@ -1,0 +1,113 @@
+"""Preparing the targets of a LightningModule, all or none, at the moment when its nets are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from qlightning.callbacks.base import overrides
+from qlightning.callbacks.placement import restore_prepared
+from qlightning.callbacks.targets import find_targets, localize
+from qlightning.graph import is_prepared, prepare, unprepare
+from qlightning.qconfig import Mode, QConfig
+
+# What each prepared module was prepared with, so that another callback can tell whether it can go on with it.
+_settings: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
+
+
+@dataclass
+class Preparation:
+    """The prepared modules of a LightningModule.
+
+    Attributes:
+        modules: By target name.
+        fresh: The names of those that were in float before.
+    """
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    fresh: list[str] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Makes those that were in float before float again; nothing is left to undo then."""
+        for name in self.fresh:
+            unprepare(self.modules.pop(name))
+        self.fresh = []
+
+
+def prepare_targets(
+    pl_module: nn.Module, qconfig: QConfig, backend: Any, modules: Iterable[str] | None, mode: Mode
+) -> Preparation:
+    """Prepares what is to be quantized in a LightningModule; goes on with what is prepared the same way already.
+
+    Int8 modules that stand in it make room for the prepared ones that they came from. What was prepared in another way
+    (another QConfig, backend or mode) is prepared anew, from its weights.
+
+    Args:
+        pl_module: Changed in place.
+        qconfig: For all of it.
+        backend: As for ``qlightning.prepare``.
+        modules: As for :func:`find_targets`.
+        mode: As for ``qlightning.prepare``.
+
+    Raises:
+        ConfigError, CaptureError, BackendError: As ``qlightning.prepare`` and :func:`find_targets`; what was in float
+            is in float again.
+    """
+    restore_prepared(pl_module)
+    targets = find_targets(pl_module, modules)
+    preparation = Preparation()
+    try:
+        for name, local in localize(qconfig, pl_module, targets).items():
+            target, wanted = targets[name], (mode, local, backend)
+            if is_prepared(target) and _settings.get(target, wanted) != wanted:
+                unprepare(target)
+            is_fresh = not is_prepared(target)
+            prepare(target, local, backend=backend, mode=mode)
+            preparation.modules[name] = target
+            if is_fresh:
+                preparation.fresh.append(name)
+                _settings[target] = wanted
+    except BaseException:
+        preparation.undo()
+        raise
+    return preparation
+
+
+def builds_nets_late(pl_module: nn.Module) -> bool:
+    """Whether a LightningModule has a hook after ``Callback.setup`` in which its nets may be built."""
+    return overrides(pl_module, "setup") or overrides(pl_module, "configure_model")
+
+
+def after_configure_model(pl_module: nn.Module, action: Callable[[], None]) -> None:
+    """Runs an action once, as soon as Lightning has called ``pl_module.configure_model()``.
+
+    ``Trainer._run`` calls Callback.setup, LightningModule.setup, configure_model, and then, without a hook in between,
+    restores the checkpoint, wraps the model for the strategy and builds the optimizers. All of these have to see the
+    prepared model, so ``configure_model`` itself is the only place: until then an attribute of the instance stands
+    before the method, of the same signature, which removes itself when it is called.
+    """
+    before = pl_module.__dict__.get("configure_model")
+
+    def configure_model() -> None:
+        _step_back(pl_module)
+        pl_module.configure_model()  # type: ignore[operator]
+        action()
+
+    configure_model.before = before  # type: ignore[attr-defined]
+    pl_module.__dict__["configure_model"] = configure_model
+
+
+def cancel_after_configure_model(pl_module: nn.Module) -> None:
+    """Takes back what :func:`after_configure_model` has put in place, where it was never called."""
+    while hasattr(pl_module.__dict__.get("configure_model"), "before"):
+        _step_back(pl_module)
+
+
+def _step_back(pl_module: nn.Module) -> None:
+    before = pl_module.__dict__.pop("configure_model").before
+    if before is not None:
+        pl_module.__dict__["configure_model"] = before

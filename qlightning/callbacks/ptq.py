@@ -1,0 +1,122 @@
+"""PostTrainingQuantization: calibrates a trained LightningModule on training batches and evaluates it in int8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from qlightning.backends import Backend
+from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps, calibration_batches
+from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
+from qlightning.callbacks.placement import int8_modules, restore_prepared
+from qlightning.callbacks.preparation import builds_nets_late
+from qlightning.callbacks.targets import find_targets, localize
+from qlightning.errors import CalibrationError, ConfigError
+from qlightning.graph import unprepare
+from qlightning.qconfig import Mode, Pattern, QConfig
+
+
+class PostTrainingQuantization(QuantizationCallback):
+    """Puts calibrated int8 nets in the place of the float ones of a LightningModule, without training.
+
+    With ``trainer.validate``, ``trainer.test`` or ``trainer.predict`` the nets are calibrated once the weights are
+    loaded, and the loop runs on int8; a further call goes on with the same int8 nets. With ``trainer.fit`` the training
+    is that of the float nets; at fit end these are calibrated on training batches and int8 nets take their places. A
+    further ``fit`` gets the float nets back.
+
+    Batches go the way that they go in the stage that runs: through ``validation_step``, ``test_step`` or
+    ``predict_step``, in eval mode, without a trace in metrics or logs.
+
+    Args:
+        qconfig: What activations and weights are quantized to.
+        backend: Name or value of the int8 kernels; ``"auto"`` picks by CPU.
+        modules: As for :class:`QuantizationAwareTraining`.
+        exclude: As for :class:`QuantizationAwareTraining`.
+        calibration_data: An iterable of batches or a LightningDataModule. None: that of the Trainer, or the training
+            loader. A LightningDataModule's ``calibration_dataloader()`` counts before its ``train_dataloader()``.
+        calibration_batches: At most so many batches, whatever limits the Trainer has; None: all there are.
+        calibration_fn: Called with the LightningModule and a batch, it passes the batch to the nets; for batches that
+            no step takes.
+
+    Attributes:
+        int8_model: The int8 net; a dict by name where there are several, None before the calibration.
+        prepared: The calibrated nets by name.
+        report: What runs in int8, what stayed float and why.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+        CalibrationError: There is no calibration batch, or the batches reach none of the nets.
+        NonFiniteError: A calibration batch gave NaN or infinity; names batch and layer.
+        BackendError: The Trainer would put the int8 nets on a device that the backend has no kernels for.
+    """
+
+    mode: Mode = "ptq"
+
+    def __init__(
+        self,
+        qconfig: QConfig | None = None,
+        backend: str | Backend = "auto",
+        modules: Iterable[str] | None = None,
+        exclude: Iterable[Pattern] = (),
+        calibration_data: Any = None,
+        calibration_batches: int | None = 32,
+        calibration_fn: CalibrationFn | None = None,
+    ) -> None:
+        super().__init__(qconfig, backend, modules, exclude)
+        is_count = isinstance(calibration_batches, int) and not isinstance(calibration_batches, bool)
+        if calibration_batches is not None and not (is_count and calibration_batches > 0):
+            raise ConfigError(
+                f"calibration_batches={calibration_batches!r}: a positive integer or None (all) is needed."
+            )
+        if calibration_fn is not None and not callable(calibration_fn):
+            raise ConfigError(f"calibration_fn={calibration_fn!r}: a function of (pl_module, batch) is needed.")
+        self.calibration_data = calibration_data
+        self.calibration_batches = calibration_batches
+        self.calibration_fn = calibration_fn
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Finds what is to be quantized, so that a wrong name is an error before anything runs."""
+        if stage == "fit":
+            for module in restore_prepared(pl_module).values():
+                unprepare(module)
+            self.int8_modules = {}
+        else:
+            self._check_device(trainer)
+        if not int8_modules(pl_module) and not builds_nets_late(pl_module):
+            localize(self.qconfig, pl_module, find_targets(pl_module, self.modules))
+
+    # The weights of a `ckpt_path` are there, and the model is where it will run, when a loop starts.
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "validate":  # and not within fit
+            self._quantize(trainer, pl_module)
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        self._quantize(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        self._quantize(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Quantizes what was trained. The strategy has moved the model to the CPU by now, checkpoints are written."""
+        self._quantize(trainer, pl_module)
+
+    def _quantize(self, trainer: Any, pl_module: nn.Module) -> None:
+        if int8_modules(pl_module):
+            return
+        # Lightning evaluates in inference mode, whose tensors could never be trained again.
+        with torch.inference_mode(False), torch.no_grad():
+            batches = calibration_batches(trainer, pl_module, self.calibration_data)
+            self._prepare(pl_module)
+            try:
+                calibrate_with_steps(
+                    trainer, pl_module, self.prepared, batches, self.calibration_batches, self.calibration_fn
+                )
+                if not self._has_run():
+                    raise CalibrationError(unobserved_message(pl_module, self.prepared))
+                self._convert(pl_module)
+            except BaseException:
+                self._undo()
+                raise

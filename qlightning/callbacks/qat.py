@@ -1,0 +1,199 @@
+"""QuantizationAwareTraining: a Lightning training that ends in an int8 model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qlightning.backends import Backend
+from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
+from qlightning.callbacks.placement import int8_modules
+from qlightning.callbacks.preparation import after_configure_model, builds_nets_late
+from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
+from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
+from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
+from qlightning.fake_quantize import FakeQuantize, set_fake_quant, set_observers
+from qlightning.qconfig import Mode, Pattern, QConfig
+
+Point = int | float | str | SchedulePoint | None
+
+
+class QuantizationAwareTraining(QuantizationCallback):
+    """Trains the nets of a LightningModule with fake quantization, and puts int8 nets in their place at fit end.
+
+    ``Trainer(callbacks=QuantizationAwareTraining())`` is all that most need. Afterwards ``trainer.test(model)``,
+    ``model(x)`` and ``model.net(x)`` run in int8 on the CPU; a further ``fit`` goes on with the prepared nets. Ranges
+    follow training batches only. Checkpoints always have the prepared form, the float state dict plus the ranges;
+    with a ``ckpt_path``, ``trainer.test`` measures the int8 conversion of that checkpoint.
+
+    ``fake_quant_start``, ``freeze_observers`` and ``freeze_bn`` are points of the training: an epoch (an integer), a
+    fraction of the whole training (a float below 1), ``"1000 steps"`` (optimizer steps) or None (never). What they do
+    is logged as ``qat/stage``, which counts how many of the three are past, also in the progress bar.
+
+    Args:
+        qconfig: What activations and weights are quantized to.
+        backend: Name or value of the int8 kernels; ``"auto"`` picks by CPU.
+        modules: Names of the modules to quantize, such as ``["backbone", "head.proj"]``. None: each child that holds
+            convolution or linear layers, or the LightningModule's own ``forward`` where they hang directly on it.
+            Losses and metrics are left alone.
+        exclude: Names, globs or types of what stays float, counted from the LightningModule (``"net.conv1"``) or from
+            the module that is quantized (``"conv1"``).
+        fake_quant_start: From here on tensors are rounded to their grids.
+        freeze_observers: From here on the ranges hold still.
+        freeze_bn: From here on the statistics of every BatchNorm in the nets hold still.
+        convert: Whether int8 nets take their places at fit end. After an exception or an interrupt they never do.
+
+    Attributes:
+        int8_model: The int8 net after fit; a dict by name where there are several.
+        prepared: The prepared nets by name.
+        report: What runs in int8, what stayed float and why.
+
+    Raises:
+        ConfigError: A setting cannot be used; when the callback is built, or when ``fit`` sets up and before it trains.
+        CalibrationError: Fit has no training batch, or the first one ran none of the prepared nets.
+        NonFiniteError: A training batch gave NaN or infinity; names epoch, batch and layer.
+    """
+
+    mode: Mode = "qat"
+
+    def __init__(
+        self,
+        qconfig: QConfig | None = None,
+        backend: str | Backend = "auto",
+        modules: Iterable[str] | None = None,
+        exclude: Iterable[Pattern] = (),
+        fake_quant_start: Point = 0,
+        freeze_observers: Point = FREEZE_OBSERVERS,
+        freeze_bn: Point = FREEZE_BN,
+        convert: bool = True,
+    ) -> None:
+        super().__init__(qconfig, backend, modules, exclude)
+        if not isinstance(convert, bool):
+            raise ConfigError(f"convert={convert!r}: True or False is possible.")
+        self.schedule = Schedule(
+            SchedulePoint.parse(fake_quant_start, "fake_quant_start"),
+            SchedulePoint.parse(freeze_observers, "freeze_observers"),
+            SchedulePoint.parse(freeze_bn, "freeze_bn"),
+        )
+        self.convert = convert
+        self._phase: Phase | None = None
+        self._is_running = False
+        self._frozen_bn: list[nn.Module] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        points = {name: str(point) for name, point in self.schedule.points().items()}
+        return {**super().state_dict(), "schedule": points}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Prepares the nets before Lightning restores a checkpoint, wraps the model and builds the optimizers."""
+        if stage != "fit":
+            if int8_modules(pl_module):
+                self._check_device(trainer)
+            return
+        if trainer.limit_train_batches == 0:
+            raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
+        check_finite(self.schedule, trainer)
+        self._phase, self._is_running, self._frozen_bn = None, False, []
+        if builds_nets_late(pl_module):
+            after_configure_model(pl_module, lambda: self._prepare(pl_module))
+        else:
+            self._prepare(pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Checks the schedule against the training, whose length is known now."""
+        lengths = lengths_of(trainer)
+        self.schedule.check_order(lengths)
+        for name, point in self.schedule.points().items():
+            if point.value >= lengths.get(point.unit, torch.inf) and point.value > 0:
+                message = (
+                    f"{name} at {point} lies beyond the training, which ends at {point.unit} {lengths[point.unit]:g}."
+                )
+                if name == "fake_quant_start":
+                    raise ConfigError(f"{message} Fake quantization would never start.")
+                rank_zero_warn(f"{message} It will not happen.")
+        if not self._has_run() and self.schedule.at(progress_of(trainer)).observers_frozen:
+            raise CalibrationError(
+                f"freeze_observers at {self.schedule.freeze_observers} freezes ranges that no batch has ever reached. "
+                "Freeze later, or start from a checkpoint with ranges."
+            )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Applies the schedule; before every batch, because Lightning and users switch modes in between."""
+        self._apply(self.schedule.at(progress_of(trainer)), trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs the stage; after the first batch checks that the prepared nets are those that ran."""
+        if not self._is_running:
+            if not self._has_run():
+                raise CalibrationError(unobserved_message(pl_module, self.prepared))
+            self._is_running = True
+        if self._phase is not None and not trainer.barebones:
+            # batch_size only keeps Lightning from searching the batch for it; a step's value is not averaged.
+            pl_module.log(
+                "qat/stage", float(self._phase.stage), prog_bar=True, on_step=True, on_epoch=False, batch_size=1
+            )
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Holds the ranges still, also where a LightningModule keeps its nets in training mode."""
+        for module in self.prepared.values():
+            set_observers(module, False)
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Converts nothing. What fails before or in the first batch leaves the LightningModule in float, as it was."""
+        super().on_exception(trainer, pl_module, exception)
+        if trainer.state.fn != "fit":
+            return
+        if isinstance(exception, NonFiniteError):
+            # Not raised anew: Lightning is handling this one, and tears down what has to be torn down afterwards.
+            batch = trainer.fit_loop.epoch_loop.batch_idx
+            exception.args = (f"epoch {trainer.current_epoch}, training batch {batch}: {exception}",)
+        self._thaw_bn()
+        never_trained = self._phase is None
+        if never_trained or (isinstance(exception, QuantizationError) and not self._is_running):
+            self._undo()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Puts the int8 nets in place. The strategy has moved the model to the CPU by now, checkpoints are written."""
+        self._thaw_bn()
+        if not self._has_run():
+            raise CalibrationError("Fit had no training batch, so no range was observed. Check the training loader.")
+        if missing := self._unobserved():
+            rank_zero_warn(f"No training batch has reached {', '.join(missing)}: what depends on them stays float.")
+        progress = progress_of(trainer)
+        if skipped := [name for name, point in self.schedule.points().items() if not point.reached(progress)]:
+            rank_zero_info(f"Training ended before {', '.join(skipped)}.")
+        for module in self.prepared.values():
+            set_fake_quant(module, True)
+        if self.convert:
+            self._convert(pl_module)
+
+    def _apply(self, phase: Phase, trainer: Any) -> None:
+        for module in self.prepared.values():
+            for child in module.modules():
+                if isinstance(child, FakeQuantize):
+                    # Training mode of its own: a net that its user keeps in eval mode has ranges too.
+                    child.training = True
+                    child.observer_enabled = not phase.observers_frozen
+                    child.fake_quant_enabled = phase.fake_quant
+                elif phase.bn_frozen and child.training and isinstance(child, _BatchNorm):
+                    child.training = False
+                    self._frozen_bn.append(child)
+        if not phase.bn_frozen:
+            self._thaw_bn()
+        if phase != self._phase and (self._phase is not None or phase.stage != 1):
+            rank_zero_info(f"Quantization, epoch {trainer.current_epoch}, step {trainer.global_step}: {phase}.")
+        self._phase = phase
+
+    def _thaw_bn(self) -> None:
+        """Gives the BatchNorms that the schedule froze, and no others, their mode back."""
+        for bn in self._frozen_bn:
+            bn.training = True
+        self._frozen_bn = []

@@ -1,0 +1,140 @@
+"""Checkpoints have the prepared form, and meet int8 models without a wrong result."""
+
+import pytest
+import pytorch_lightning
+import torch
+
+from qlightning import PostTrainingQuantization, QuantizationAwareTraining, convert
+from qlightning.graph import is_prepared
+from tests.callbacks.nets import assert_same_state, loader, samples, state_of, task, trainer
+
+
+def checkpointed_fit(pl, tmp_path, callback=None, **options):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True, save_top_k=-1)
+    model, callback = task(pl), callback or QuantizationAwareTraining()
+    run = trainer(pl, tmp_path, [callback, saver], enable_checkpointing=True, **options)
+    run.fit(model, loader(64), loader())
+    return model, callback, run, saver
+
+
+def int8_of(checkpoint, pl):
+    """The int8 conversion of a checkpoint, made another way: by a fresh model and without a Trainer."""
+    from qlightning import prepare
+
+    model = task(pl)
+    prepare(model.net)
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
+    return convert(model.net.eval())
+
+
+def test_checkpoints_during_fit_have_the_prepared_form_and_load_with_weights_only(pl, tmp_path):
+    _, callback, _, saver = checkpointed_fit(pl, tmp_path)
+    checkpoint = torch.load(saver.last_model_path, weights_only=True)
+    prepared = {f"net.{name}" for name in callback.prepared["net"].state_dict()}
+    assert set(checkpoint["state_dict"]) == prepared
+    assert {name for name, _ in task(pl).named_parameters()} <= prepared
+    (facts,) = [state for key, state in checkpoint["callbacks"].items() if key.startswith("QuantizationAware")]
+    assert facts["backend"] == callback.backend.name
+
+
+def test_a_checkpoint_that_is_saved_after_fit_has_the_prepared_form(pl, tmp_path):
+    model, callback, run, saver = checkpointed_fit(pl, tmp_path)
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
+    assert_same_state(saved, torch.load(saver.last_model_path, weights_only=True)["state_dict"])
+    assert model.net is callback.int8_model
+
+
+@pytest.mark.parametrize("which", [None, "best", "last", "path"])
+def test_test_after_fit_measures_the_int8_model_of_that_checkpoint(pl, tmp_path, which):  # C03
+    model, _, run, saver = checkpointed_fit(pl, tmp_path)
+    earlier = saver.best_model_path if which == "best" else sorted(tmp_path.glob("epoch=0*.ckpt"))[0]
+    path = {None: saver.last_model_path, "best": saver.best_model_path, "last": saver.last_model_path, "path": earlier}[
+        which
+    ]
+    (metrics,) = run.test(model, loader(seed=5), ckpt_path=str(path) if which == "path" else which, verbose=False)
+    x, y = samples(32, seed=5)
+    expected = int8_of(path, pl)(x)
+    assert torch.equal(model(x), expected)
+    loss = sum(float(torch.nn.functional.cross_entropy(expected[i : i + 8], y[i : i + 8])) for i in range(0, 32, 8)) / 4
+    assert metrics["val_loss"] == pytest.approx(loss, rel=1e-5)
+    assert not is_prepared(model.net)
+
+
+def test_a_state_dict_that_is_loaded_by_hand_is_converted_as_well(pl, tmp_path):
+    model, *_ = checkpointed_fit(pl, tmp_path)
+    path = sorted(tmp_path.glob("epoch=0*.ckpt"))[0]
+    model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    x = torch.randn(4, 3, 8, 8)
+    assert torch.equal(model(x), int8_of(path, pl)(x))
+    own = state_of(model)
+    model.load_state_dict(own)
+    assert_same_state(state_of(model), own)
+
+
+def test_a_float_state_dict_brings_the_float_net_back_with_a_warning(pl, tmp_path):
+    model, *_ = checkpointed_fit(pl, tmp_path)
+    other = task(pl).eval()
+    with pytest.warns(UserWarning, match="float model is back"):
+        model.load_state_dict(other.state_dict())
+    x = torch.randn(4, 3, 8, 8)
+    torch.testing.assert_close(model.eval()(x), other(x))
+
+
+def test_own_forward_meets_checkpoints_too(tmp_path):
+    from tests.callbacks.test_qat import Direct
+
+    pl, callback = pytorch_lightning, QuantizationAwareTraining()
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1)
+    model = Direct()
+    run = trainer(pl, tmp_path, [callback, saver], enable_checkpointing=True, max_epochs=3)
+    run.fit(model, loader())
+    x = torch.randn(4, 3, 8, 8)
+    last = model(x)
+    run.test(model, loader(), ckpt_path=str(sorted(tmp_path.glob("epoch=0*.ckpt"))[0]), verbose=False)
+    assert not torch.equal(model(x), last)
+    run.test(model, loader(), ckpt_path=str(sorted(tmp_path.glob("epoch=2*.ckpt"))[0]), verbose=False)
+    assert torch.equal(model(x), last)
+
+
+@pytest.mark.parametrize("stop", [4, 8, 12])
+def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path, stop):  # C22, in the phases of the schedule
+    pl = pytorch_lightning
+
+    def run(name, max_steps, ckpt_path=None):
+        model = task(pl)
+        model.load_state_dict(start)
+        callback = QuantizationAwareTraining(
+            fake_quant_start="2 steps", freeze_observers="7 steps", freeze_bn="11 steps", convert=False
+        )
+        saver = pl.callbacks.ModelCheckpoint(tmp_path / name, every_n_train_steps=1, save_top_k=-1)
+        runner = trainer(pl, tmp_path, [callback, saver], enable_checkpointing=True, max_epochs=4, max_steps=max_steps)
+        runner.fit(model, loader(), loader(), ckpt_path=ckpt_path)
+        return state_of(model)
+
+    start = state_of(task(pl))
+    whole = run("whole", 16)
+    part = next((tmp_path / "whole").glob(f"*step={stop}.ckpt"))
+    resumed = run(f"resumed{stop}", 16, part)
+    assert_same_state(resumed, whole)
+
+
+def test_ptq_with_a_checkpoint_calibrates_its_weights(pl, tmp_path):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1)
+    model = task(pl)
+    run = trainer(pl, tmp_path, [saver], enable_checkpointing=True)
+    run.fit(model, loader(64))
+    first, last = (str(next(tmp_path.glob(f"epoch={epoch}*.ckpt"))) for epoch in (0, 1))
+    callback = PostTrainingQuantization(calibration_data=loader())
+    fresh = task(pl)
+    tester = trainer(pl, tmp_path, callback)
+    x = torch.randn(4, 3, 8, 8)
+    outputs = []
+    for path in (first, last, None):
+        tester.test(fresh, loader(), ckpt_path=path, verbose=False)
+        assert fresh.net is callback.int8_model
+        outputs.append(fresh(x))
+    model = model.eval()
+    assert (outputs[1] - model(x)).abs().max() < 0.1 * model(x).abs().max()
+    assert not torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[1], outputs[2])
