@@ -115,6 +115,8 @@ def _shell(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     shell = cls.__new__(cls)
     nn.Module.__init__(shell)
     skipped = {"_parameters", "_buffers", "_modules", "_captured", "_preparation", "_float_class", "following_bn"}
+    if cls is _Standalone:  # the attributes and hooks belong to the class: a LightningModule's hold its Trainer
+        skipped.update(module.__dict__)
     shell.__dict__.update(
         {
             k: copy.copy(v) if k.startswith("_") and "hooks" in k else v
