@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 Metrics = dict[str, Any]
 FILE = "metrics.json"
+HEADER = ("model", "accuracy", "size (MB)", "latency (ms)")
 
 
 def size_mb(model: nn.Module) -> float:
@@ -53,7 +54,7 @@ def latency_ms(models: Mapping[str, nn.Module], images: Tensor, rounds: int = 50
 def versions() -> dict[str, str | int]:
     """Returns what the figures depend on beside the config: packages, processor, threads."""
     packages = ("qlightning", "torch", "torchvision", "pytorch-lightning")
-    found: dict[str, str | int] = {name: metadata.version(name) for name in packages}
+    found = {name: _version(name) for name in packages}
     return {**found, "python": platform.python_version(), "cpu": _cpu(), "threads": torch.get_num_threads()}
 
 
@@ -64,24 +65,35 @@ def write(metrics: Metrics, folder: Path) -> Path:
     return path
 
 
+def rows(metrics: Metrics) -> list[tuple[str, ...]]:
+    """Words the figures of one run: for each model its name, accuracy, size and latency."""
+    labels = {"float": "float", "fake_quant": "fake-quantized", "int8": f"int8, {metrics['int8']['backend']}"}
+    return [
+        (
+            label,
+            _percent(metrics[name]["accuracy"]),
+            *(_number(metrics[name].get(key)) for key in ("size_mb", "latency_ms")),
+        )
+        for name, label in labels.items()
+    ]
+
+
 def table(metrics: Metrics) -> Table:
     """Shows the figures of one run."""
-    rows = Table("model", "accuracy", "size (MB)", "latency (ms)", title=f"{metrics['int8_layers']} layers in int8")
-    for name, label in (("float", "float"), ("fake_quant", "fake-quantized"), ("int8", "int8")):
-        row = metrics[name]
-        if name == "int8":
-            label = f"int8, {row['backend']}"
-        rows.add_row(label, _percent(row["accuracy"]), *(_number(row.get(key)) for key in ("size_mb", "latency_ms")))
-    return rows
+    layers = metrics["int8_layers"]
+    shown = Table(*HEADER, title=f"{layers} of {layers + metrics['float_layers']} layers in int8")
+    for row in rows(metrics):
+        shown.add_row(*row)
+    return shown
 
 
 def comparison(runs: Mapping[str, Metrics], title: str = "") -> Table:
     """Shows the figures of several runs, by what distinguishes them."""
-    rows = Table("run", "float", "fake-quantized", "int8", "size (MB)", "latency (ms)", title=title)
+    shown = Table("run", "float", "fake-quantized", "int8", "size (MB)", "latency (ms)", title=title)
     for name, metrics in runs.items():
         accuracies = (_percent(metrics[kind]["accuracy"]) for kind in ("float", "fake_quant", "int8"))
-        rows.add_row(name, *accuracies, *(_number(metrics["int8"][key]) for key in ("size_mb", "latency_ms")))
-    return rows
+        shown.add_row(name, *accuracies, *(_number(metrics["int8"][key]) for key in ("size_mb", "latency_ms")))
+    return shown
 
 
 def _percent(fraction: float) -> str:
@@ -89,7 +101,14 @@ def _percent(fraction: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # imported from a checkout that is not installed
+        return "not installed"
 
 
 def _cpu() -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
+import warnings
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -19,6 +21,8 @@ from recipes import metrics
 from recipes.build import build, build_callbacks
 from recipes.data import ClassificationData
 from recipes.task import ClassificationTask, OptimizerFactory, ScheduleFactory
+
+_log = logging.getLogger(__name__)
 
 
 def run(config: DictConfig, folder: Path) -> metrics.Metrics:
@@ -39,6 +43,9 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
         ConfigError: The config cannot be used; before any training.
     """
     start = time.perf_counter()
+    # Sets in memory need no workers; and what Lightning 2.6 calls in torch is deprecated since torch 2.10.
+    warnings.filterwarnings("ignore", ".*does not have many workers")
+    warnings.filterwarnings("ignore", ".*LeafSpec")
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, folder / "config.yaml", resolve=True)
     pl.seed_everything(config.seed, workers=True)
@@ -105,18 +112,25 @@ class _Stages:
 
     def fit(self, net: nn.Module, training: str, callbacks: list[pl.Callback] | None = None) -> ClassificationTask:
         """Trains a net, in place, as ``training`` says."""
+        epochs = self._config[training].epochs
+        _log.info("%s: %s epochs", training, epochs)
         task = self.task(net, training)
-        trainer = self._trainer(callbacks, max_epochs=self._config[training].epochs)
+        trainer = self._trainer(callbacks, max_epochs=epochs)
         trainer.fit(task, datamodule=self.data)
         return task
 
     def test(self, task: ClassificationTask, callbacks: list[pl.Callback] | None = None) -> float:
         """Returns the fraction of test images that a task gets right on the CPU, as int8 kernels run there."""
         trainer = self._trainer(callbacks, accelerator="cpu", precision="32-true")
-        return trainer.test(task, datamodule=self.data, verbose=False)[0]["test/accuracy"]
+        accuracy = trainer.test(task, datamodule=self.data, verbose=False)[0]["test/accuracy"]
+        return round(accuracy, 6)  # a float32 of whole images over whole images
 
     def _trainer(self, callbacks: list[pl.Callback] | None = None, **settings: object) -> pl.Trainer:
-        trainer = build(self._config, "trainer", callbacks=callbacks or [], **settings)
+        logging.disable(logging.INFO)  # what hardware there is, from each of the Trainers
+        try:
+            trainer = build(self._config, "trainer", callbacks=callbacks or [], **settings)
+        finally:
+            logging.disable(logging.NOTSET)
         if trainer.world_size > 1:
             raise ConfigError(
                 f"trainer: {trainer.world_size} processes; the recipes run in one. Every process of a distributed "
@@ -129,5 +143,8 @@ class _Stages:
 def _rates(config: DictConfig, training: str) -> tuple[OptimizerFactory, ScheduleFactory]:
     """Builds the factories of optimizer and schedule, and tries them out on one number."""
     optimizer, schedule = build(config, f"{training}.optimizer"), build(config, f"{training}.schedule")
-    schedule(optimizer([nn.Parameter(torch.zeros(1))]), 1)
+    try:
+        schedule(optimizer([nn.Parameter(torch.zeros(1))]), 1)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{training}: {error}") from error
     return optimizer, schedule

@@ -180,8 +180,8 @@ class Digits(ArrayData):
     """
 
     mean = (0.305, 0.305, 0.305)
-    std = (0.346, 0.346, 0.346)
-    crop_padding = 3
+    std = (0.324, 0.324, 0.324)
+    crop_padding = 2
     flip = False
 
     def __init__(self, size: int = 32, batch_size: int = 32, eval_batch_size: int = 200, augment: bool = True) -> None:
