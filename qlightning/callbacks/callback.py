@@ -17,6 +17,8 @@ from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph.report import Report, report
 from qlightning.qconfig import Mode, Pattern, QConfig
 
+_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
+
 
 class QuantizationCallback(Callback):
     """What :class:`QuantizationAwareTraining` and :class:`PostTrainingQuantization` share.
@@ -96,9 +98,9 @@ class QuantizationCallback(Callback):
         self.int8_modules = place_int8(pl_module, self.prepared, self.backend)
         self.report = self._report(self.int8_modules)
 
-    def _undo(self) -> None:
-        self._preparation.undo()
-        self.report = None
+    def _undo(self, pl_module: nn.Module) -> None:
+        self.int8_modules = self._preparation.undo(pl_module, self.backend)
+        self.report = self._report(self.int8_modules) if self.int8_modules else None
 
     def _report(self, modules: dict[str, nn.Module]) -> Report:
         """One report for all modules, with the names that layers have in the LightningModule."""
@@ -128,6 +130,18 @@ class QuantizationCallback(Callback):
             if not fq.observed
         ]
 
+    def _check_precision(self, trainer: Any) -> None:
+        """Checks that parameters and activations are float32 but where autocast computes in less.
+
+        Raises:
+            ConfigError: They are not.
+        """
+        if str(trainer.precision) not in _PRECISIONS:
+            raise ConfigError(
+                f"precision={trainer.precision!r} cannot be quantized: scales and int8 kernels need float32 parameters."
+                f" Possible are {', '.join(_PRECISIONS)}."
+            )
+
     def _check_device(self, trainer: Any) -> None:
         """Checks that the int8 model can run where the Trainer puts it.
 
@@ -143,7 +157,7 @@ class QuantizationCallback(Callback):
 
 
 def _patterns(patterns: Any, name: str) -> tuple[Any, ...]:
-    patterns = (patterns,) if isinstance(patterns, (str, type)) else tuple(patterns)
+    patterns = (patterns,) if isinstance(patterns, (str, type)) else tuple(patterns or ())
     for pattern in patterns:
         if not isinstance(pattern, (str, type)):
             raise ConfigError(f"{name}: {pattern!r} is no name, glob or type of a module.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from qlightning.callbacks.targets import OWN_FORWARD
-from qlightning.fake_quantize import fake_quantizers
 from qlightning.graph import convert, convert_standalone, replace_forward, restore_forward, unprepare
+from qlightning.graph.bind import GRAPH_MODULES
 
 
 @dataclass
@@ -80,18 +80,28 @@ def place_int8(pl_module: nn.Module, prepared: Mapping[str, nn.Module], backend:
     return int8
 
 
-def restore_prepared(pl_module: nn.Module) -> dict[str, nn.Module]:
+def restore_prepared(pl_module: nn.Module, names: Iterable[str] | None = None) -> dict[str, nn.Module]:
     """Puts the prepared modules back where int8 ones stand.
+
+    Args:
+        pl_module: The LightningModule; changed in place.
+        names: Of the targets; None: all.
 
     Returns:
         The prepared modules by target name; empty where nothing was in int8.
     """
-    placement = _placements.pop(pl_module, None)
-    if placement is None:
-        return {}
-    for handle in placement.handles:
-        handle.remove()
-    return _put_back(pl_module, placement)
+    placement = _placements.get(pl_module, Placement())
+    chosen = Placement({name: m for name, m in placement.int8.items() if names is None or name in names})
+    chosen.prepared = {name: m for name, m in placement.prepared.items() if name in chosen.int8}
+    prepared = _put_back(pl_module, chosen)
+    for name in chosen.int8:
+        del placement.int8[name]
+        placement.prepared.pop(name, None)
+    if not placement.int8:
+        for handle in placement.handles:
+            handle.remove()
+        _placements.pop(pl_module, None)
+    return prepared
 
 
 @contextmanager
@@ -138,7 +148,7 @@ def _before_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, 
     if placement is None or _is_int8_state(placement, state_dict, prefix):
         return
     prepared = _put_back(module, placement)
-    if all(_has_ranges(target, state_dict, f"{prefix}{name}") for name, target in prepared.items()):
+    if has_ranges(state_dict):
         placement.loading = True
         return
     # Ranges in place belong to other weights. The hooks go with the next placement: torch is iterating over them.
@@ -169,6 +179,6 @@ def _is_int8_state(placement: Placement, state_dict: Mapping[str, Any], prefix: 
     )
 
 
-def _has_ranges(target: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> bool:
-    prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
-    return any(f"{prefix}{name}.scale" in state_dict for name, _ in fake_quantizers(target))
+def has_ranges(state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state dict has the prepared form."""
+    return any(GRAPH_MODULES in key.split(".") for key in state_dict)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from qlightning.callbacks.base import overrides
-from qlightning.callbacks.placement import restore_prepared
+from qlightning.callbacks.placement import place_int8, restore_prepared
 from qlightning.callbacks.targets import find_targets, localize
 from qlightning.graph import is_prepared, prepare, unprepare
 from qlightning.qconfig import Mode, QConfig
@@ -26,16 +26,25 @@ class Preparation:
     Attributes:
         modules: By target name.
         fresh: The names of those that were in float before.
+        was_int8: The names of those that int8 modules stood in for.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     fresh: list[str] = field(default_factory=list)
+    was_int8: list[str] = field(default_factory=list)
 
-    def undo(self) -> None:
-        """Makes those that were in float before float again; nothing is left to undo then."""
+    def undo(self, pl_module: nn.Module, backend: Any) -> dict[str, nn.Module]:
+        """Makes float what was in float and int8 what was in int8; nothing is left to undo then.
+
+        Returns:
+            The int8 modules by target name.
+        """
         for name in self.fresh:
             unprepare(self.modules.pop(name))
-        self.fresh = []
+        left = {name: module for name, module in self.modules.items() if is_prepared(module)}
+        again = {name: module for name, module in left.items() if name in self.was_int8}
+        self.fresh, self.was_int8 = [], []
+        return place_int8(pl_module, again, backend) if again else {}
 
 
 def prepare_targets(
@@ -55,25 +64,29 @@ def prepare_targets(
 
     Raises:
         ConfigError, CaptureError, BackendError: As ``qlightning.prepare`` and :func:`find_targets`; what was in float
-            is in float again.
+            is in float again, what was in int8 in int8.
     """
-    restore_prepared(pl_module)
-    targets = find_targets(pl_module, modules)
-    preparation = Preparation()
+    preparation = Preparation(restore_prepared(pl_module, modules))
+    preparation.was_int8 = list(preparation.modules)
     try:
-        for name, local in localize(qconfig, pl_module, targets).items():
-            target, wanted = targets[name], (mode, local, backend)
-            if is_prepared(target) and _settings.get(target, wanted) != wanted:
+        targets = find_targets(pl_module, modules)
+        configs = localize(qconfig, pl_module, targets)
+        for name, target in targets.items():
+            wanted = (mode, configs.get(name), backend)
+            if is_prepared(target) and (name not in configs or _settings.get(target, wanted) != wanted):
                 unprepare(target)
+        for name, local in configs.items():
+            target = targets[name]
             is_fresh = not is_prepared(target)
             prepare(target, local, backend=backend, mode=mode)
             preparation.modules[name] = target
             if is_fresh:
                 preparation.fresh.append(name)
-                _settings[target] = wanted
+                _settings[target] = (mode, local, backend)
     except BaseException:
-        preparation.undo()
+        preparation.undo(pl_module, backend)
         raise
+    preparation.modules = {name: targets[name] for name in configs}
     return preparation
 
 

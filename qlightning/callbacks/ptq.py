@@ -79,13 +79,14 @@ class PostTrainingQuantization(QuantizationCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finds what is to be quantized, so that a wrong name is an error before anything runs."""
+        self._check_precision(trainer)
         if stage == "fit":
-            for module in restore_prepared(pl_module).values():
+            for module in restore_prepared(pl_module, self.modules).values():
                 unprepare(module)
             self.int8_modules = {}
         else:
             self._check_device(trainer)
-        if not int8_modules(pl_module) and not builds_nets_late(pl_module):
+        if not self._is_placed(pl_module) and not builds_nets_late(pl_module):
             localize(self.qconfig, pl_module, find_targets(pl_module, self.modules))
 
     # The weights of a `ckpt_path` are there, and the model is where it will run, when a loop starts.
@@ -103,8 +104,12 @@ class PostTrainingQuantization(QuantizationCallback):
         """Quantizes what was trained. The strategy has moved the model to the CPU by now, checkpoints are written."""
         self._quantize(trainer, pl_module)
 
+    def _is_placed(self, pl_module: nn.Module) -> bool:
+        placed = int8_modules(pl_module)
+        return bool(placed) and all(name in placed for name in self.modules or ())
+
     def _quantize(self, trainer: Any, pl_module: nn.Module) -> None:
-        if int8_modules(pl_module):
+        if self._is_placed(pl_module):
             return
         # Lightning evaluates in inference mode, whose tensors could never be trained again.
         with torch.inference_mode(False), torch.no_grad():
@@ -118,5 +123,5 @@ class PostTrainingQuantization(QuantizationCallback):
                     raise CalibrationError(unobserved_message(pl_module, self.prepared))
                 self._convert(pl_module)
             except BaseException:
-                self._undo()
+                self._undo(pl_module)
                 raise

@@ -9,17 +9,21 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from qlightning.backends import Backend
 from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
-from qlightning.callbacks.placement import int8_modules
+from qlightning.callbacks.placement import has_ranges, int8_modules
 from qlightning.callbacks.preparation import after_configure_model, builds_nets_late
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
 from qlightning.fake_quantize import FakeQuantize, set_fake_quant, set_observers
+from qlightning.graph import captured_roots, is_prepared
+from qlightning.graph.bind import GRAPH_MODULES
 from qlightning.qconfig import Mode, Pattern, QConfig
 
+_SWITCHED = (FakeQuantize, _BatchNorm)
 Point = int | float | str | SchedulePoint | None
 
 
@@ -83,6 +87,11 @@ class QuantizationAwareTraining(QuantizationCallback):
         self.convert = convert
         self._phase: Phase | None = None
         self._is_running = False
+        self._is_loaded = False
+        self._roots: list[Any] = []
+        self._sizes: list[int] = []
+        self._switched: list[nn.Module] = []
+        self._loading: RemovableHandle | None = None
         self._frozen_bn: list[nn.Module] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,14 +100,17 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepares the nets before Lightning restores a checkpoint, wraps the model and builds the optimizers."""
+        self._check_precision(trainer)
         if stage != "fit":
             if int8_modules(pl_module):
                 self._check_device(trainer)
+            # A checkpoint is loaded after this hook, and only itself shows whether it has the prepared form.
+            self._loading = pl_module.register_load_state_dict_pre_hook(self._meet_checkpoint)
             return
         if trainer.limit_train_batches == 0:
             raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
         check_finite(self.schedule, trainer)
-        self._phase, self._is_running, self._frozen_bn = None, False, []
+        self._phase, self._is_running, self._frozen_bn, self._roots = None, False, [], []
         if builds_nets_late(pl_module):
             after_configure_model(pl_module, lambda: self._prepare(pl_module))
         else:
@@ -143,12 +155,29 @@ class QuantizationAwareTraining(QuantizationCallback):
         for module in self.prepared.values():
             set_observers(module, False)
 
+        if trainer.state.fn == "fit":
+            return
+        if self._is_loaded and self.convert:
+            self._check_device(trainer)
+            self._convert(pl_module)
+        self._is_loaded = False
+        if not (int8_modules(pl_module) or is_prepared(pl_module)):
+            rank_zero_warn(
+                f"{type(pl_module).__name__} runs in float: QuantizationAwareTraining has not trained it, and no"
+                " checkpoint of a quantization-aware training was loaded."
+            )
+
     on_test_start = on_validation_start
     on_predict_start = on_validation_start
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leaves no hook on the LightningModule."""
+        self._stop_loading()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Converts nothing. What fails before or in the first batch leaves the LightningModule in float, as it was."""
         super().on_exception(trainer, pl_module, exception)
+        self._stop_loading()
         if trainer.state.fn != "fit":
             return
         if isinstance(exception, NonFiniteError):
@@ -158,7 +187,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         self._thaw_bn()
         never_trained = self._phase is None
         if never_trained or (isinstance(exception, QuantizationError) and not self._is_running):
-            self._undo()
+            self._undo(pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Puts the int8 nets in place. The strategy has moved the model to the CPU by now, checkpoints are written."""
@@ -175,22 +204,45 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self.convert:
             self._convert(pl_module)
 
+    def _meet_checkpoint(self, pl_module: Any, state_dict: dict[str, Any], *_: Any) -> None:
+        """Prepares a float LightningModule for a checkpoint of the prepared form."""
+        if has_ranges(state_dict) and not (int8_modules(pl_module) or is_prepared(pl_module)):
+            self._prepare(pl_module)
+            self._is_loaded = True
+
+    def _stop_loading(self) -> None:
+        if self._loading is not None:
+            self._loading.remove()
+        self._loading = None
+
     def _apply(self, phase: Phase, trainer: Any) -> None:
-        for module in self.prepared.values():
-            for child in module.modules():
-                if isinstance(child, FakeQuantize):
-                    # Training mode of its own: a net that its user keeps in eval mode has ranges too.
-                    child.training = True
-                    child.observer_enabled = not phase.observers_frozen
-                    child.fake_quant_enabled = phase.fake_quant
-                elif phase.bn_frozen and child.training and isinstance(child, _BatchNorm):
-                    child.training = False
-                    self._frozen_bn.append(child)
+        for module in self._modules_to_switch():
+            if isinstance(module, FakeQuantize):
+                # Training mode of its own: a net that its user keeps in eval mode has ranges too.
+                if not module.training:
+                    module.training = True
+                if module.observer_enabled is phase.observers_frozen:
+                    module.observer_enabled = not phase.observers_frozen
+                if module.fake_quant_enabled is not phase.fake_quant:
+                    module.fake_quant_enabled = phase.fake_quant
+            elif phase.bn_frozen and module.training:
+                module.training = False
+                self._frozen_bn.append(module)
         if not phase.bn_frozen:
             self._thaw_bn()
         if phase != self._phase and (self._phase is not None or phase.stage != 1):
             rank_zero_info(f"Quantization, epoch {trainer.current_epoch}, step {trainer.global_step}: {phase}.")
         self._phase = phase
+
+    def _modules_to_switch(self) -> list[nn.Module]:
+        """The fake-quantizers and BatchNorms; searched again only where a graph was added: this is for every batch."""
+        found = [len(root._modules.get(GRAPH_MODULES) or ()) for root in self._roots]
+        if not found or found != self._sizes:
+            modules = self.prepared.values()
+            self._roots = [root for module in modules for _, root in captured_roots(module)]
+            self._sizes = [len(root._modules.get(GRAPH_MODULES) or ()) for root in self._roots]
+            self._switched = [m for module in modules for m in module.modules() if isinstance(m, _SWITCHED)]
+        return self._switched
 
     def _thaw_bn(self) -> None:
         """Gives the BatchNorms that the schedule froze, and no others, their mode back."""

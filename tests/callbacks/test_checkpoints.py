@@ -138,3 +138,23 @@ def test_ptq_with_a_checkpoint_calibrates_its_weights(pl, tmp_path):
     assert (outputs[1] - model(x)).abs().max() < 0.1 * model(x).abs().max()
     assert not torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[1], outputs[2])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_fresh_model_is_tested_in_int8_with_the_checkpoint_of_a_training(pl, tmp_path, own):  # C03
+    model, callback, _, saver = checkpointed_fit(pl, tmp_path)
+    fresh, callback = task(pl), QuantizationAwareTraining(convert=own)
+    trainer(pl, tmp_path, callback).test(fresh, loader(), ckpt_path=saver.last_model_path, verbose=False)
+    x = torch.randn(4, 3, 8, 8)
+    assert is_prepared(fresh.net) is not own
+    if own:
+        assert fresh.net is callback.int8_model
+        assert torch.equal(fresh(x), model(x))
+    assert not fresh._load_state_dict_pre_hooks or own
+
+
+def test_a_model_that_was_never_trained_is_said_to_run_in_float(tmp_path):
+    model = task(pytorch_lightning)
+    with pytest.warns(UserWarning, match="runs in float"):
+        trainer(pytorch_lightning, tmp_path, QuantizationAwareTraining()).test(model, loader(), verbose=False)
+    assert not model._load_state_dict_pre_hooks

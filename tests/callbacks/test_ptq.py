@@ -223,6 +223,19 @@ def test_a_lightning_module_with_layers_of_its_own_is_calibrated(tmp_path):
     assert (model(x) - wanted).abs().max() < 0.1 * wanted.abs().max()
 
 
+def test_two_callbacks_work_on_two_nets(tmp_path):
+    pl = pytorch_lightning
+    model = trained(pl)
+    model.second = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    model.forward = lambda x: model.second(model.net(x))
+    callbacks = [PostTrainingQuantization(modules=[name], calibration_data=loader()) for name in ("net", "second")]
+    run = trainer(pl, tmp_path, callbacks)
+    for _ in range(2):
+        run.validate(model, loader(), verbose=False)
+        assert model.net is callbacks[0].int8_model
+        assert model.second is callbacks[1].int8_model
+
+
 def failing(pl, tmp_path, callback, error, match, model=None):
     model = model or trained(pl)
     before, cls = state_of(model), type(model.net)

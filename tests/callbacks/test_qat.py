@@ -545,10 +545,21 @@ def test_what_fails_in_setup_leaves_the_model_as_it_was(tmp_path):  # C83
         raise ZeroDivisionError
 
     model = task(pytorch_lightning)
+    callback, works = QuantizationAwareTraining(), model.configure_optimizers
     model.configure_optimizers = broken
     with pytest.raises(ZeroDivisionError):
-        fit(pytorch_lightning, tmp_path, model, QuantizationAwareTraining())
+        fit(pytorch_lightning, tmp_path, model, callback)
     assert type(model.net) is Net
+
+    # and after a training it was in int8
+    model.configure_optimizers = works
+    fit(pytorch_lightning, tmp_path, model, callback)
+    x = torch.randn(2, 3, 8, 8)
+    wanted, model.configure_optimizers = model(x), broken
+    with pytest.raises(ZeroDivisionError):
+        fit(pytorch_lightning, tmp_path, model, callback)
+    assert model.net is callback.int8_model
+    assert torch.equal(model(x), wanted)
 
 
 def test_what_cannot_be_traced_is_said_in_setup_and_in_the_report(tmp_path):  # C83
@@ -623,6 +634,22 @@ def test_settings_that_do_not_suit_the_model_or_the_training_stop_it_before_a_ba
     with pytest.raises(ConfigError, match=message):
         fit(pytorch_lightning, tmp_path, model, QuantizationAwareTraining(**options), **limits)
     assert type(model.net) is Net
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+def test_a_precision_without_float32_parameters_stops_before_a_batch(tmp_path, precision):
+    model = task(pytorch_lightning)
+    with pytest.raises(ConfigError, match=f"{precision}.*bf16-mixed"):
+        fit(pytorch_lightning, tmp_path, model, QuantizationAwareTraining(), precision=precision)
+    assert type(model.net) is Net
+
+
+def test_autocast_keeps_ranges_in_float32(tmp_path):
+    model, callback = task(pytorch_lightning), QuantizationAwareTraining()
+    run = fit(pytorch_lightning, tmp_path, model, callback, precision="bf16-mixed")
+    assert all(fq.scale.dtype == torch.float32 for _, fq in fake_quantizers(callback.prepared["net"]))
+    run.test(model, loader(), verbose=False)
+    assert model(torch.randn(1, 3, 8, 8)).dtype == torch.float32
 
 
 def test_observers_that_are_frozen_before_they_saw_a_batch_stop_the_training(tmp_path):
