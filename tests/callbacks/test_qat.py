@@ -662,6 +662,40 @@ def test_points_beyond_the_training_are_said(tmp_path):
         fit(pytorch_lightning, tmp_path, task(pytorch_lightning), QuantizationAwareTraining(freeze_bn=7))
 
 
+def test_a_training_that_stops_early_converts_and_says_what_it_skipped(tmp_path, caplog):
+    model, callback = task(pytorch_lightning), QuantizationAwareTraining()
+    stop = pytorch_lightning.callbacks.EarlyStopping("val_loss", patience=0, min_delta=100.0)
+    with caplog.at_level("INFO"):
+        fit(pytorch_lightning, tmp_path, model, [callback, stop], val=loader(), max_epochs=50)
+    assert model.net is callback.int8_model
+    assert any("ended before freeze_observers, freeze_bn" in record.getMessage() for record in caplog.records)
+
+
+def test_several_nets_without_a_forward_are_trained_and_converted(tmp_path):
+    class Adversarial(pytorch_lightning.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            self.critic = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                loss = self.critic(self.generator(batch)).mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(net.parameters(), lr=0.01) for net in (self.generator, self.critic)]
+
+    model, callback = Adversarial(), QuantizationAwareTraining()
+    fit(pytorch_lightning, tmp_path, model, callback, torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=8))
+    assert callback.int8_model == {"generator": model.generator, "critic": model.critic}
+    assert [row.name for row in callback.report.int8_layers] == ["generator.0", "generator.2", "critic.0", "critic.2"]
+
+
 def test_gradient_accumulation_and_manual_optimization_reach_every_point(tmp_path):
     class Manual(type(task(pytorch_lightning))):
         automatic_optimization = False
