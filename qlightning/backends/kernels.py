@@ -6,7 +6,6 @@ its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,9 +46,9 @@ def _is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
-def on_float_codes(codes: Tensor, move: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Runs a move that torch has for float tensors only; codes are exact in float32."""
-    return move(codes.float(), *args, **kwargs).to(torch.uint8)
+def contiguous(value: Any) -> Any:
+    """A tensor in the standard memory layout; all else as it is."""
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def max_pool2d(
@@ -88,10 +87,12 @@ def conv(
             x[None], x_scale, x_zero_point, weight, w_scale, w_zero_point, bias, stride, padding, dilation, groups,
             scale, zero_point, dtype, post_op, post_args, "",
         )[0]  # fmt: skip
-    return _onednn.qconv_pointwise(
+    y = _onednn.qconv_pointwise(
         x, x_scale, x_zero_point, weight, w_scale, w_zero_point, bias, stride, padding, dilation, groups,
         scale, zero_point, dtype, post_op, post_args, "",
     )  # fmt: skip
+    # For an empty batch torch (2.14) forgets that it has made an image of a row.
+    return y.squeeze(2) if y.dim() > x.dim() else y
 
 
 def conv2d_add(
@@ -201,6 +202,8 @@ def linear(
     algorithm: str,
 ) -> Tensor:
     """A linear layer on codes (..., features) with a packed int8 weight and an elementwise call, rounded once."""
+    if not x.numel():  # torch (2.14) gives it two dimensions whatever x has
+        return x.new_empty((*x.shape[:-1], w_scale.shape[0]), dtype=dtype)
     return _onednn.qlinear_pointwise(
         x.contiguous(), x_scale, x_zero_point, weight, w_scale, w_zero_point, bias,
         scale, zero_point, dtype, post_op, post_args, algorithm,

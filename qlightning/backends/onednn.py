@@ -336,21 +336,29 @@ class _Lowering:
             copied.target = torch.nn.functional.pad
             copied.args, copied.kwargs = (before.codes, argument(node, 1, "pad"), "constant", q.zero_point), {}
         elif "max_pool" in name or isinstance(module, _FLOAT_MOVES):
-            move = copied.target if module is None else self._new.get_attr(str(copied.target))
-            rest, kwargs = copied.args[1:], copied.kwargs
-            copied.op, copied.target = "call_function", kernels.on_float_codes
-            copied.args, copied.kwargs = (before.codes, move, *rest), kwargs  # type: ignore[assignment]
-            if isinstance(move, fx.Node):
-                copied.prepend(move)
+            # torch has these for float tensors only, in which codes are exact.
+            with self._new.inserting_before(copied):
+                exact = self._new.call_method("float", (before.codes,))
+            copied.replace_input_with(before.codes, exact)
+            return _Value(q, self._new.call_method("to", (copied, torch.uint8)))
+        _allow_any_layout(copied)
         return _Value(q, copied)
 
     def _copy(self, node: fx.Node) -> _Value:
         questions = self._ops[node].kind is Kind.OTHER
+        module = self._ops.module(node)
+        users_code = node.op == "output" or (module is not None and not type(module).__module__.startswith("torch.nn."))
 
         def take(n: fx.Node) -> fx.Node:
-            return self._any(self._values[n]) if questions else self._as_float(self._values[n])
+            if questions:
+                return self._any(self._values[n])
+            floats = self._as_float(self._values[n])
+            # What the user's code gets is laid out as in the float model: it may ask for a view.
+            return self._call(kernels.contiguous, floats) if users_code else floats
 
-        return _Value(floats=self._new.node_copy(node, take))
+        copied = self._new.node_copy(node, take)
+        _allow_any_layout(copied)
+        return _Value(floats=copied)
 
     def _any(self, value: _Value) -> fx.Node:
         """Any form of a value, for questions about its shape."""
@@ -361,3 +369,10 @@ class _Lowering:
 
 
 _FLOAT_MOVES = (nn.MaxPool1d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+
+
+def _allow_any_layout(node: fx.Node) -> None:
+    """Images are channels_last here, so that a view of one may be none of its memory."""
+    to_dtype = any(isinstance(value, torch.dtype) for value in node.args)
+    if node.op == "call_method" and node.target in ("view", "view_as") and not to_dtype:
+        node.target = {"view": "reshape", "view_as": "reshape_as"}[str(node.target)]
