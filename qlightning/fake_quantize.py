@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,6 +144,19 @@ class WeightFakeQuantize(FakeQuantize):
         if multiplier is not None:
             w = w / multiplier
         return self.from_output_first(w)
+
+    @torch.no_grad()
+    def observed_on(self, weight: Tensor, multiplier: Tensor | None = None) -> WeightFakeQuantize:
+        """Itself where it has a grid; else a copy that has seen the weight (of a layer that stayed in eval mode)."""
+        if self.observed:
+            return self
+        w = self.to_output_first(weight.detach().float())
+        if multiplier is not None:
+            w = w * multiplier.view(-1, *[1] * (w.dim() - 1))
+        fq = copy.deepcopy(self)
+        fq._observe(w)
+        fq.refresh()
+        return fq
 
     def _observe(self, x: Tensor) -> None:
         # The whole weight is seen every time, so what it was before does not count.

@@ -347,7 +347,8 @@ class _Lowering:
     def _copy(self, node: fx.Node) -> _Value:
         questions = self._ops[node].kind is Kind.OTHER
         module = self._ops.module(node)
-        users_code = node.op == "output" or (module is not None and not type(module).__module__.startswith("torch.nn."))
+        parts = () if module is None else module.modules()
+        users_code = node.op == "output" or any(not type(m).__module__.startswith("torch.nn.") for m in parts)
 
         def take(n: fx.Node) -> fx.Node:
             if questions:

@@ -19,7 +19,7 @@ def quantized_layer(
     """Quantizes a layer's weight as its fake-quantizer does, and folds the BatchNorm behind it in.
 
     With f = gamma / sqrt(running_var + eps): weight * f and (bias - running_mean) * f + beta. Where the grid scales
-    with the channel, f goes into its scale, and its sign into the codes; else it is the weight times f that is on the grid.
+    with the channel, f goes into its scale, and its sign into the codes; else it is weight * f that is on the grid.
 
     Args:
         weight: The float weight, in the layer's layout.
@@ -28,6 +28,7 @@ def quantized_layer(
         bn: The BatchNorm, or None.
         kind: The type of the layer, for the report.
     """
+    fq = fq.observed_on(weight, None if bn is None or grid_scales_with_channel(fq.scheme) else bn_factor(bn))
     w = fq.to_output_first(weight.detach().float())
     channels = w.shape[0]
     scale, zero_point = fq.scale.detach().clone(), fq.zero_point.detach().clone()

@@ -129,7 +129,7 @@ class GraphPreparer:
                 self._full(str(weight.target)),
                 transposed_groups=argument(node, 6, "groups", 1) if transposed else None,
             )
-            modules[name] = fq.to(module_device(module))
+            modules[name] = fq.to(module_device(module)).train(module.training)
         with graph.inserting_after(weight):
             inserted = graph.call_module(f"{GRAPH_MODULES}.{name}", (weight,))
         node.replace_input_with(weight, inserted)
@@ -146,7 +146,7 @@ class GraphPreparer:
     @staticmethod
     def _graph_modules(module: nn.Module) -> nn.ModuleDict:
         if GRAPH_MODULES not in module._modules:
-            module.add_module(GRAPH_MODULES, nn.ModuleDict())
+            module.add_module(GRAPH_MODULES, nn.ModuleDict().train(module.training))
         modules = module._modules[GRAPH_MODULES]
         assert isinstance(modules, nn.ModuleDict)
         return modules

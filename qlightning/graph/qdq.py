@@ -121,10 +121,10 @@ class GraphConversion:
             return False
         if node.op == "call_module":
             module = self._ops.module(node)
-            return isinstance(module, QATLayer) and module.weight_fake_quant.observed
+            return isinstance(module, QATLayer)
         weight = argument(node, 1, "weight")
         grid = self._ops.module(weight) if isinstance(weight, fx.Node) else None
-        return isinstance(grid, WeightFakeQuantize) and grid.observed
+        return isinstance(grid, WeightFakeQuantize)
 
     def _folds_into(self, bn: fx.Node) -> fx.Node | None:
         """The int8 layer that a BatchNorm folds into."""

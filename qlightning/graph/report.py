@@ -96,10 +96,12 @@ def report(model: nn.Module) -> Report:
         raise ConfigError(f"{type(model).__name__} is neither prepared nor converted.")
     backend = model.__dict__.get("_backend", preparation.backend)
     rows = []
+    reported: set[int] = set()
     for name, module in model.named_modules():
-        row = _row(name, module, preparation)
+        row = None if id(module) in reported else _row(name, module, preparation)
         if row is not None:
             rows.append(row)
+            reported |= {id(part) for part in module.modules()}
     notes = tuple(f"{failure}." for failure in preparation.failures)
     return Report(backend.name, str(preparation.qconfig.activation), tuple(rows), notes)
 
@@ -117,6 +119,9 @@ def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport 
     if isinstance(module, FakeQuantize):
         return None
     if isinstance(module, (nn.Linear, *CONV_TYPES)):
+        alone = module._modules.get("layer")  # a layer that was captured on its own
+        if isinstance(alone, QuantizedLayer):
+            return LayerReport(name, alone.kind, True, scheme=alone.scheme, kernel=alone.kernel)
         kind = (layer_type(module) or type(module)).__name__
         reason = preparation.reasons.get(name, "its input was never observed on a grid")
         return LayerReport(name, kind, False, reason=reason)

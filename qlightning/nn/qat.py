@@ -149,7 +149,7 @@ def swap_in(layer: nn.Module, name: str, qconfig: QConfig, following_bn: _BatchN
     # Not a submodule of the layer: it keeps its own place in the model.
     layer.__dict__["following_bn"] = None if grid_scales_with_channel(qconfig.weight) else following_bn
     layer.__dict__["_float_class"] = original
-    layer.weight_fake_quant = fq
+    layer.weight_fake_quant = fq.train(layer.training)
 
 
 def swap_out(layer: nn.Module) -> None:
