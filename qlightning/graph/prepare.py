@@ -13,13 +13,13 @@ from torch import fx, nn
 
 from qlightning.backends import Backend, resolve_backend
 from qlightning.errors import CaptureError, ConfigError
-from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, fake_quantizers
+from qlightning.fake_quantize import FakeQuantize, fake_quantizers
 from qlightning.graph.bind import GRAPH_MODULES, BoundModule, Captured, Program, bind, unbind
 from qlightning.graph.capture import Capture, CapturedRoot, capture, module_device
 from qlightning.graph.patterns import Plan, plan
 from qlightning.graph.signature import CallSpec
 from qlightning.graph.tracing import TraceFailure, has_layers, trace
-from qlightning.nn.qat import QATLayer, check_layer, layer_type, swap_in, swap_out
+from qlightning.nn.qat import QATLayer, build_weight_fake_quant, check_layer, layer_type, swap_in, swap_out
 from qlightning.qconfig import Mode, Pattern, QConfig, Resolver
 from qlightning.vocabulary import LAYER_FUNCTIONS, Kind, Vocabulary, argument
 
@@ -123,13 +123,14 @@ class GraphPreparer:
         if name not in modules:
             base = LAYER_FUNCTIONS[str(getattr(node.target, "__name__", ""))]
             transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
-            fq = WeightFakeQuantize(
-                qconfig.weight,
-                qconfig.build_weight_observer(),
+            owner, _, attribute = str(weight.target).rpartition(".")
+            fq = build_weight_fake_quant(
+                getattr(module.get_submodule(owner), attribute),
                 self._full(str(weight.target)),
-                transposed_groups=argument(node, 6, "groups", 1) if transposed else None,
+                qconfig,
+                argument(node, 6, "groups", 1) if transposed else None,
             )
-            modules[name] = fq.to(module_device(module)).train(module.training)
+            modules[name] = fq.train(module.training)
         with graph.inserting_after(weight):
             inserted = graph.call_module(f"{GRAPH_MODULES}.{name}", (weight,))
         node.replace_input_with(weight, inserted)
@@ -235,11 +236,12 @@ def prepare(
         raise ConfigError(f"{type(model).__name__} is prepared already, with other settings; unprepare it first.")
     if is_prepared(model):
         raise ConfigError(f"A part of {type(model).__name__} is prepared already; unprepare it first.")
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():  # the first alone switches gradients on
         resolver = Resolver(model, settings)
         captured = capture(model, lambda name: resolver.resolve(name)[0] is None)
         _check(model, captured, resolver)
         try:
+            _leave_fast_path(model)
             called = set().union(*(_apply(root, resolver, mode) for root in captured.roots))
         except BaseException:
             _undo(model)
@@ -372,7 +374,18 @@ def _undo(model: nn.Module) -> None:
             delattr(module, GRAPH_MODULES)
         if isinstance(module, QATLayer):
             swap_out(module)
+        vars(module).update(module.__dict__.pop("_fast_path", {}))
         module.__dict__.pop("_preparation", None)
+
+
+def _leave_fast_path(model: nn.Module) -> None:
+    """Keeps torch's transformers from the fused kernels of eval mode, which run on the float weights of their layers."""
+    for module in model.modules():
+        settings = {"activation_relu_or_gelu": 0, "use_nested_tensor": False}
+        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+            before = {name: vars(module)[name] for name in settings if name in vars(module)}
+            vars(module).update({name: settings[name] for name in before})
+            module.__dict__["_fast_path"] = before
 
 
 def is_prepared(module: nn.Module) -> bool:

@@ -126,23 +126,32 @@ def check_layer(name: str, module: nn.Module) -> None:
         raise ConfigError(f"{name}: a lazy layer without shapes; run one batch through the model first, {advice}")
 
 
-def build_weight_fake_quant(layer: nn.Module, name: str, qconfig: QConfig) -> WeightFakeQuantize:
-    """Builds the fake-quantizer of a layer's weight, on the weight's device."""
-    transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
-    fq = WeightFakeQuantize(
-        qconfig.weight,
-        qconfig.build_weight_observer(),
-        f"{name} (weight)",
-        transposed_groups=layer.groups if transposed else None,  # type: ignore[arg-type]
-    )
-    return fq.to(layer.weight.device)  # type: ignore[arg-type]
+def build_weight_fake_quant(
+    weight: Tensor, name: str, qconfig: QConfig, transposed_groups: int | None = None
+) -> WeightFakeQuantize:
+    """Builds the fake-quantizer of a weight, on its device and with a scale for every output channel from the start.
+
+    Args:
+        weight: The weight, in its layer's layout.
+        name: For messages.
+        qconfig: Its scheme and observer.
+        transposed_groups: As for WeightFakeQuantize.
+    """
+    fq = WeightFakeQuantize(qconfig.weight, qconfig.build_weight_observer(), name, transposed_groups)
+    if qconfig.weight.axis is not None:
+        # Others keep copies of these buffers (averages of the weights, DDP), which a change of shape would break.
+        channels = fq.to_output_first(weight).shape[qconfig.weight.axis]
+        fq.scale.resize_(channels).zero_()
+        fq.zero_point.resize_(channels).zero_()
+    return fq.to(weight.device)
 
 
 def swap_in(layer: nn.Module, name: str, qconfig: QConfig, following_bn: _BatchNorm | None) -> None:
     """Turns a float layer into its QAT twin, in place."""
     base = layer_type(layer)
     assert base is not None
-    fq = build_weight_fake_quant(layer, name, qconfig)
+    groups = layer.groups if isinstance(layer, nn.modules.conv._ConvTransposeNd) else None
+    fq = build_weight_fake_quant(layer.weight, f"{name} (weight)", qconfig, groups)  # type: ignore[arg-type]
     twin = TWINS[base]
     original = type(layer)
     layer.__class__ = twin if original is base else type(original.__name__, (twin, original), {})

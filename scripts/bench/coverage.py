@@ -140,15 +140,17 @@ def main() -> int:
     """Prints a row for every net and mode; returns the number of rows that fail."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nets", nargs="+", default=NETS, choices=NETS, metavar="NET")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args()
     print(
         f"torch {torch.__version__}, torchvision {torchvision.__version__}, {torch.get_num_threads()} threads, "
         f"batch {options.batch}, CPU capability {torch.backends.cpu.get_cpu_capability()}"
     )
-    head = f"{'net':20} {'mode':4} {'layers':>6} {'int8':>5} {'prepare s':>9} {'convert s':>9} {'dB to fake-quant':>16} {'dB to float':>11}"
-    print(head)
+    print(
+        f"{'net':20} {'mode':4} {'layers':>6} {'int8':>5} {'prepare s':>9} {'convert s':>9} {'dB to fake-quant':>16} "
+        f"{'dB to float':>11}"
+    )
     rows = []
     for name in options.nets:
         for mode in ("qat", "ptq"):
