@@ -290,7 +290,7 @@ class Vocabulary:
 
     def _classify_call(self, node: fx.Node, name: str, inputs: tuple[fx.Node, ...]) -> Op:
         first = inputs[0]
-        if node.op == "call_function" and not _is_known_origin(node.target):
+        if node.op == "call_function" and not is_known_origin(node.target):
             return Op(Kind.FLOAT, inputs)
         if name in ("getattr", "__getattr__") or name in _NOT_TENSORS:
             return Op(Kind.OTHER)
@@ -363,7 +363,7 @@ def has_effect(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or node.target is torch._assert
 
 
-def _is_known_origin(target: Any) -> bool:
+def is_known_origin(target: Any) -> bool:
     """Whether a function is torch's or Python's own; one of the user's may share its name and mean another thing."""
     origin = getattr(target, "__module__", None) or "torch"
     return origin.partition(".")[0] in ("torch", "_operator", "builtins") or function_name(target) == "stochastic_depth"

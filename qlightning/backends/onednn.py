@@ -24,7 +24,7 @@ from qlightning.backends.onednn_kernels import (
 from qlightning.backends.qdq import CONV_TRANSPOSES, CONVS, DEQUANTIZE, QUANTIZE, QParams, aten, is_layer, layer_path
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.qscheme import QScheme
-from qlightning.vocabulary import Kind, Vocabulary, argument, function_name, has_effect, is_dropout
+from qlightning.vocabulary import Kind, Vocabulary, argument, function_name, has_effect, is_dropout, is_known_origin
 
 _NEEDED = ("qconv_pointwise", "qconv2d_pointwise", "qconv_prepack", "qlinear_pointwise", "qlinear_prepack")
 
@@ -348,7 +348,11 @@ class _Lowering:
         questions = self._ops[node].kind is Kind.OTHER
         module = self._ops.module(node)
         parts = () if module is None else module.modules()
-        users_code = node.op == "output" or any(not type(m).__module__.startswith("torch.nn.") for m in parts)
+        users_code = (
+            node.op == "output"
+            or (node.op == "call_function" and not is_known_origin(node.target))
+            or any(not type(m).__module__.startswith("torch.nn.") for m in parts)
+        )
 
         def take(n: fx.Node) -> fx.Node:
             if questions:

@@ -55,6 +55,10 @@ class Captured:
         self._plain: dict[tuple[int, bool], Program] = {}
         self._numeric: set[CallSpec] = set()
 
+    def follow(self, other: Captured) -> None:
+        """Tells calls apart as the graphs of another module do."""
+        self.signature, self._numeric = other.signature, set(other._numeric)
+
     def add(self, spec: CallSpec, training: bool, program: Program) -> None:
         """Keeps the program for a way of calling."""
         self.programs[spec, training] = program

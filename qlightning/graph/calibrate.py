@@ -49,7 +49,7 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, num_batches: int |
     seen = 0
     try:
         nn.Module.train(prepared, False)
-        with torch.inference_mode(False), calibrating(prepared):
+        with torch.inference_mode(False), torch.no_grad(), calibrating(prepared):
             for index, batch in enumerate(itertools.islice(batches, num_batches)):
                 args, kwargs = call_arguments(prepared, batch, device)
                 try:

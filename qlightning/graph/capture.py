@@ -69,21 +69,23 @@ def _check_not_wrapped(name: str, module: nn.Module) -> None:
 def _capture(module: nn.Module, path: str, stays_float: Callable[[str], bool], found: Capture) -> None:
     if stays_float(path) or not has_layers(module):
         return
-    if is_container(module) or type(module).forward is nn.Module.forward:
+    if is_container(module) or type(module).forward is nn.Module.forward or is_torch_transformer(module):
         _capture_children(module, path, stays_float, found)
         return
     excluded = {name for name, _ in module.named_modules() if name and stays_float(_join(path, name))}
-    hooked = {name for name, m in module.named_modules() if name and _is_hooked(m)} - excluded
-    traced = _trace_root(module, excluded | hooked)
+    apart = {
+        name for name, m in module.named_modules() if name and (_is_hooked(m) or is_torch_transformer(m))
+    } - excluded
+    traced = _trace_root(module, excluded | apart)
     found.failures += [_below(path, failure) for failure in traced.failures]
     if not traced.graphs:
         _capture_children(module, path, stays_float, found)
         return
-    leaves = frozenset(excluded | hooked | {failure.path for failure in traced.failures})
+    leaves = frozenset(excluded | apart | {failure.path for failure in traced.failures})
     found.roots.append(CapturedRoot(path, module, type(module), traced.graphs, leaves))
     for name in sorted(_outermost(leaves - excluded)):
         part = module.get_submodule(name)
-        if name in hooked:
+        if name in apart:
             _capture(part, _join(path, name), stays_float, found)
         else:
             _capture_children(part, _join(path, name), stays_float, found)
@@ -136,6 +138,20 @@ def _is_hooked(module: nn.Module) -> bool:
     """Whether a module of the user's has forward hooks, which a graph that looks inside it would not call."""
     own = not type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.Sequential)
     return own and bool(module._forward_hooks or module._forward_pre_hooks) and layer_type(module) is None
+
+
+def is_torch_transformer(module: nn.Module) -> bool:
+    """Whether a module runs the forward of torch's transformers, which branches on the masks that it is given."""
+    return isinstance(module, _TRANSFORMERS) and any(type(module).forward is kind.forward for kind in _TRANSFORMERS)
+
+
+_TRANSFORMERS: tuple[type[nn.Module], ...] = (
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoder,
+    nn.TransformerDecoderLayer,
+)
 
 
 def _outermost(names: frozenset[str]) -> Iterator[str]:

@@ -64,7 +64,7 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
             f"The model has full 8-bit activations and weights, on which backend {chosen.name!r} would saturate on "
             f"this CPU. Convert with backend='reference', or prepare the model on this machine."
         )
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():  # the first alone switches gradients on
         _check_observed(prepared)
         converted = _convert_tree(prepared, chosen, keep_class)
     converted.__dict__["_preparation"] = preparation
@@ -156,7 +156,7 @@ class _RootConversion:
         qdq = {spec: self._to_qdq(graph) for spec, graph in graphs.items()}
         self._finish_tree(qdq.values())
         captured = Captured(self._class if self._keep_class else _Standalone, None)
-        captured.signature = self._captured.signature
+        captured.follow(self._captured)
         for spec, graph in qdq.items():
             program = Program(self._backend.lower(graph, self._root))
             captured.add(spec, False, program)
@@ -193,9 +193,13 @@ class _RootConversion:
         """Puts layers that stay float in place; a BatchNorm that was folded leaves an Identity."""
         called = {str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"}
         int8 = set(self._layers.values())
-        for path, module in self._module.named_modules(remove_duplicate=False):
+        modules = dict(self._module.named_modules(remove_duplicate=False))
+        placed = {id(modules[path]): path for path in int8 if path in modules}
+        for path, module in modules.items():
             if isinstance(module, QATLayer) and path and path not in int8 and not self._in_other_root(path):
-                _set_submodule(self._root, path, _float_copy(module))
+                # A layer under two names is one layer in int8, too.
+                other = placed.get(id(module))
+                _set_submodule(self._root, path, self._root.get_submodule(other) if other else _float_copy(module))
         for path, module in list(self._root.named_modules()):
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and path in self._folded and path not in called:
                 _set_submodule(self._root, path, nn.Identity())

@@ -379,7 +379,7 @@ def _undo(model: nn.Module) -> None:
 
 
 def _leave_fast_path(model: nn.Module) -> None:
-    """Keeps torch's transformers from the fused kernels of eval mode, which run on the float weights of their layers."""
+    """Keeps torch's transformers from the fused kernels of eval mode, which run on the float weights of their parts."""
     for module in model.modules():
         settings = {"activation_relu_or_gelu": 0, "use_nested_tensor": False}
         if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):

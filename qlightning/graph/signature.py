@@ -143,7 +143,7 @@ def _construct(cls: type, items: dict[Any, Any]) -> Any:
 def expected_calls(signature: inspect.Signature) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The calls to be ready for: all defaults; then each flag turned, each None replaced by a tensor.
 
-    Tensors are stood in for by empty ones; ``*args`` and ``**kwargs`` are left out.
+    Tensors are stood in for by empty ones; ``*args`` is one where nothing else is required, ``**kwargs`` is left out.
     """
     required = [
         p
@@ -155,7 +155,8 @@ def expected_calls(signature: inspect.Signature) -> list[tuple[tuple[Any, ...], 
         for p in signature.parameters.values()
         if p.default is p.empty and p.kind is p.KEYWORD_ONLY
     }
-    positional = tuple(torch.empty(0) for _ in required)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    positional = tuple(torch.empty(0) for _ in (required or [None] * variadic))
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(positional, dict(needed))]
     for p in signature.parameters.values():
         if p.kind is p.POSITIONAL_ONLY:

@@ -58,9 +58,7 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self._leaves or isinstance(m, (*OPAQUE, QATLayer, FakeQuantize)):
             return True
-        if type(m).__module__.startswith("torch.nn.modules.transformer"):
-            return False
-        return super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, torch.jit.ScriptModule) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -83,6 +81,12 @@ class _Tracer(fx.Tracer):
         if name not in parameter_proxy_cache:
             parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
         return parameter_proxy_cache[name]
+
+    def create_arg(self, a: Any) -> Any:
+        # torch.fx makes a plain dict of every mapping.
+        if isinstance(a, dict) and type(a) is not dict:
+            return self.create_node("call_function", type(a), (self.create_arg(dict(a)),), {})
+        return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)

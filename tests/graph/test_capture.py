@@ -1,0 +1,754 @@
+"""Forwards of every shape: what goes in, what comes out, what cannot be traced."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qlightning import calibrate, convert, prepare, report, unprepare
+from qlightning.backends import available
+from qlightning.errors import CaptureError, ConfigError
+from qlightning.fake_quantize import set_fake_quant, set_observers
+from qlightning.functional import sqnr
+
+BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+Output = namedtuple("Output", ["logits", "features"])
+
+
+def conv(inputs: int = 3, outputs: int = 4) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+def image(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 3, 8, 8)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in tensors(item)]
+
+
+def structure(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return "tensor", value.dtype, value.shape
+    if isinstance(value, dict):
+        return type(value), {key: structure(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [structure(item) for item in value]
+    return type(value), value
+
+
+def assert_close(expected: Any, found: Any, decibel: float) -> None:
+    assert structure(expected) == structure(found)
+    for a, b in zip(tensors(expected), tensors(found), strict=True):
+        if a.is_floating_point() and a.numel():
+            assert sqnr(a, b) >= decibel
+        else:
+            assert torch.equal(a, b)
+
+
+def check(net: nn.Module, *calls: tuple[tuple[Any, ...], dict[str, Any]], float_layers: int = 0) -> nn.Module:
+    """Float, prepared, fake-quantized and int8 agree for every way of calling; all layers but some are int8."""
+    net.eval()
+    with torch.no_grad():
+        expected = [net(*args, **kwargs) for args, kwargs in calls]
+        before = copy.deepcopy(net)
+        prepare(net)
+        assert net.training is False
+        set_fake_quant(net, False)
+        set_observers(net, False)
+        for (args, kwargs), values in zip(calls, expected, strict=True):
+            assert_close(values, net(*args, **kwargs), 90)
+        set_fake_quant(net, True)
+        set_observers(net, True)
+        net.train()
+        for _ in range(2):
+            for args, kwargs in calls:
+                net(*args, **kwargs)
+        net.eval()
+        for (args, kwargs), values in zip(calls, expected, strict=True):
+            assert_close(values, net(*args, **kwargs), 15)
+        for backend in BACKENDS:
+            int8 = convert(net, backend=backend)
+            for args, kwargs in calls:
+                assert_close(net(*args, **kwargs), int8(*args, **kwargs), 38)
+                assert_close(net(*args, **kwargs), copy.deepcopy(int8)(*args, **kwargs), 38)
+            rows = report(int8)
+            assert len(rows.float_layers) == float_layers, str(rows)
+            assert rows.int8_layers
+            assert type(int8).__name__ == type(before).__name__
+            assert isinstance(int8, type(before))
+    return int8
+
+
+def call(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
+
+
+class TestArguments:
+    def test_flags_keywords_and_two_inputs(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b, self.fc = conv(), conv(), nn.Linear(4, 5)
+
+            def forward(self, a: Tensor, b: Tensor, *, softmax: bool = False) -> Tensor:
+                logits = self.fc((self.a(a) + self.b(b)).mean((2, 3)))
+                if softmax:
+                    return logits.softmax(-1)
+                return logits
+
+        x, y = image(), image()
+        check(Net(), call(x, y), call(a=x, b=y), call(x, b=y, softmax=True), call(b=y, a=x, softmax=False))
+
+    def test_optional_tensors(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv()
+
+            def forward(self, x: Tensor, skip: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+                y = self.a(x)
+                if skip is not None:
+                    y = y + self.b(skip)
+                return y if mask is None else y * mask
+
+        x = image()
+        check(Net(), call(x), call(x, x), call(x, mask=torch.ones(2, 1, 8, 8)), call(x, None, x[:, :1]))
+
+    @pytest.mark.parametrize("kind", [dict, OrderedDict, tuple, list, Output])
+    def test_nested_inputs_and_outputs(self, kind: type) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv(4)
+
+            def forward(self, inputs: Any) -> Any:
+                if kind in (dict, OrderedDict):
+                    x = self.a(inputs["x"]) * inputs["scale"]
+                    return kind(logits=self.b(x), features=x)
+                x = self.a(inputs[0]) * inputs[1]
+                return Output(self.b(x), x) if kind is Output else kind([self.b(x), x])
+
+        x = {"x": image(), "scale": torch.tensor(2.0)}
+        given = (
+            kind(**x) if kind in (dict, OrderedDict) else Output(*x.values()) if kind is Output else kind(x.values())
+        )
+        check(Net(), call(given))
+
+    @pytest.mark.filterwarnings("error")
+    def test_variadic_arguments(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv()
+
+            def forward(self, *images: Tensor, **more: Any) -> Tensor:
+                y = self.a(images[0])
+                for x in images[1:]:
+                    y = y + self.a(x)
+                return y * more["factor"] if "factor" in more else y
+
+        check(Net(), call(image()), call(image(), image()), call(image(), factor=2))
+
+    def test_numbers_that_are_computed_with_and_numbers_that_decide(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv()
+
+            def forward(self, x: Tensor, factor: float = 1.0, repeats: int = 1) -> Tensor:
+                y = self.a(x) * factor
+                for _ in range(repeats):
+                    y = y + 1
+                return y
+
+        x = image()
+        check(Net(), call(x), call(x, 0.5), call(x, 0.25), call(x, 1.0, 3), call(x, repeats=2))
+
+    def test_strings_and_other_objects(self) -> None:
+        class Options:
+            scale = 3.0
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv()
+
+            def forward(self, x: Tensor, how: str = "sum", options: Any = None) -> Tensor:
+                y = self.a(x)
+                y = y.sum((2, 3)) if how == "sum" else y.mean((2, 3))
+                return y if options is None else y * options.scale
+
+        x = image()
+        check(Net(), call(x), call(x, "mean"), call(x, how="sum", options=Options()))
+
+    def test_integer_inputs(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding, self.fc = nn.Embedding(10, 8), nn.Linear(8, 4)
+
+            def forward(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+                return self.fc(self.embedding(tokens)).relu(), lengths + 1
+
+        net = check(Net(), call(torch.randint(10, (2, 5)), torch.tensor([3, 5])))
+        assert type(net.embedding) is nn.Embedding
+
+    def test_a_wrong_call_fails_as_in_float(self) -> None:
+        net = prepare(nn.Sequential(conv()))
+        with pytest.raises(TypeError, match="argument"):
+            net()
+        with pytest.raises(TypeError, match="argument"):
+            net(image(), wrong=1)
+
+    def test_the_signature_stays(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv()
+
+            def forward(self, x: Tensor, softmax: bool = False) -> Tensor:
+                """Says what it does."""
+                return self.a(x)
+
+        net = Net()
+        expected = inspect.signature(net.forward)
+        prepare(net)
+        assert inspect.signature(net.forward) == expected
+        assert net.forward.__doc__ == "Says what it does."
+        net.train()
+        net(image())
+        assert inspect.signature(convert(net).forward) == expected
+
+    def test_a_call_that_int8_has_never_seen_says_what_to_do(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv()
+
+            def forward(self, x: Tensor, how: str = "a") -> Tensor:
+                return self.a(x) if how == "a" else self.a(x) + 1
+
+        net = prepare(Net()).train()
+        net(image())
+        with pytest.raises(CaptureError, match=r"how|'b'"):
+            convert(net)(image(), "b")
+
+    def test_outputs_of_classes_of_their_own(self) -> None:
+        @dataclass
+        class Result:
+            logits: Tensor
+            features: Tensor
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv(4)
+
+            def forward(self, x: Tensor) -> Result:
+                x = self.a(x)
+                return Result(self.b(x), features=x)
+
+        net = calibrated(prepare(Net()))
+        expected, found = net(image(5)), convert(net)(image(5))
+        assert isinstance(found, Result)
+        assert found.features.view(5, -1).shape == expected.features.view(5, -1).shape
+
+
+class TestCalls:
+    def test_a_layer_called_twice(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b, self.bn = conv(), conv(4), nn.BatchNorm2d(4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.a(x)
+                return self.b(self.bn(self.b(x)) * 3)
+
+        int8 = check(Net(), call(image()))
+        assert int8.b.weight().int_repr().shape == (4, 4, 3, 3)
+
+    def test_a_shared_activation(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b, self.act = conv(), conv(4), nn.ReLU(inplace=True)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.act(self.b(self.act(self.a(x)) * 10)) + 1
+
+        check(Net(), call(image()))
+
+    def test_a_module_under_two_names(self) -> None:
+        shared = conv(4)
+        check(nn.Sequential(OrderedDict(first=conv(), a=shared, relu=nn.ReLU(), b=shared)), call(image()))
+
+    def test_a_weight_shared_by_two_layers(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+                self.b.weight = self.a.weight
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.b(self.a(x).relu())
+
+        net = Net()
+        int8 = check(net, call(torch.randn(4, 6)))
+        assert net.b.weight is net.a.weight
+        assert torch.equal(int8.a.weight().int_repr(), int8.b.weight().int_repr())
+
+    def test_an_embedding_tied_to_the_head(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding, self.body, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+                self.head.weight = self.embedding.weight
+
+            def forward(self, tokens: Tensor) -> Tensor:
+                return self.head(self.body(self.embedding(tokens)).tanh())
+
+        check(Net(), call(torch.randint(9, (3, 4))))
+
+    def test_an_auxiliary_head_in_training_only(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.head, self.aux = conv(), nn.Linear(4, 3), nn.Linear(4, 3)
+
+            def forward(self, x: Tensor) -> Any:
+                x = self.a(x).mean((2, 3))
+                if self.training:
+                    return self.head(x), self.aux(x)
+                return self.head(x)
+
+        net = Net()
+        check(net, call(image()), float_layers=1)
+        assert len(net.train()(image())) == 2
+
+    def test_direct_access_to_a_layers_bias(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.l1, self.l2 = nn.Linear(6, 6), nn.Linear(6, 6)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.l2(torch.relu(self.l1(x)) + self.l1.bias) * self.l2.weight.abs().mean()
+
+        check(Net(), call(torch.randn(4, 6)))
+
+    @pytest.mark.parametrize("keywords", [True, False])
+    def test_functions_of_a_layers_weight(self, keywords: bool) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.l1, self.l2 = nn.Linear(6, 6), nn.Linear(6, 6)
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = F.linear(x, self.l1.weight, self.l1.bias).relu()
+                if keywords:
+                    return F.linear(input=x, weight=self.l2.weight, bias=self.l2.bias)
+                return F.linear(x, self.l2.weight)
+
+        check(Net(), call(torch.randn(4, 6)))
+
+    def test_a_weight_computed_in_the_forward_stays_float(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.scale = conv(), nn.Parameter(torch.ones(4, 4, 1, 1))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return F.conv2d(self.a(x), self.scale * 2)
+
+        check(Net(), call(image()))
+
+    def test_in_place_calls(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv(4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.a(x)
+                x += 1
+                x.mul_(2).clamp_(0, 3)
+                y = self.b(x)
+                y.add_(x)
+                F.relu_(y)
+                return y
+
+        check(Net(), call(image()))
+
+    def test_shapes_in_the_forward_are_free(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv(4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = F.max_pool2d(self.a(x), 2)
+                y = F.interpolate(y, size=x.shape[-2:])
+                n, c, h, w = y.shape
+                return self.b(y.view(n, c, h * w).reshape(n, c, h, w)).flatten(1).view(x.size(0), -1)
+
+        int8 = check(Net(), call(image()))
+        assert int8(torch.randn(5, 3, 12, 10)).shape == (5, 4 * 120)
+
+    def test_hooks_fire(self) -> None:
+        net = nn.Sequential(OrderedDict(body=nn.Sequential(conv(), nn.ReLU()), head=conv(4)))
+        fired: list[str] = []
+        net.register_forward_hook(lambda *_: fired.append("net"))
+        net.body.register_forward_hook(lambda *_: fired.append("body"))
+        net.body[0].register_forward_hook(lambda *_: fired.append("conv"))
+        net.head.register_forward_pre_hook(lambda *_: fired.append("head"))
+        prepare(net).train()
+        net(image())
+        assert fired == ["conv", "body", "head", "net"]
+        fired.clear()
+        convert(net)(image())
+        assert {"net", "body"} <= set(fired)
+
+
+class TestModules:
+    def test_attributes_and_methods_stay(self) -> None:
+        class Net(nn.Module):
+            names = ("a", "b")
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.num_classes, self.settings = conv(), 4, {"depth": 3}
+                self.register_buffer("mean", torch.tensor([1.0]))
+
+            @property
+            def width(self) -> int:
+                return self.a.out_channels
+
+            def loss(self, x: Tensor) -> Tensor:
+                return self(x).square().mean()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.a(x - self.mean)
+
+        net = prepare(Net())
+        assert (net.num_classes, net.settings, net.width, net.names) == (4, {"depth": 3}, 4, ("a", "b"))
+        net.train().loss(image()).backward()
+        assert net.a.weight.grad is not None
+        int8 = convert(net)
+        assert (int8.num_classes, int8.settings, int8.names) == (4, {"depth": 3}, ("a", "b"))
+        assert int8.loss(image()).ndim == 0
+        assert not any(module.training for module in int8.train().modules())
+
+    def test_a_sequential_stays_a_list(self) -> None:
+        net = nn.Sequential(conv(), nn.ReLU(), conv(4))
+        layers = list(net)
+        prepare(net)
+        assert len(net) == 3
+        assert list(net) == layers
+        assert net[0] is layers[0]
+        assert net[-1] is layers[-1]
+        assert list(net[:2]) == layers[:2]
+        int8 = convert(net.train() if net(image()) is None else calibrated(net))
+        assert len(int8) == 3
+        assert int8[-1].weight().int_repr().shape == (4, 4, 3, 3)
+
+    @pytest.mark.parametrize(
+        "layer, x",
+        [
+            (nn.Linear(6, 4), torch.randn(5, 6)),
+            (nn.Conv2d(3, 4, 3, padding="same"), torch.randn(2, 3, 8, 8)),
+            (nn.ConvTranspose2d(3, 4, 3, stride=2), torch.randn(2, 3, 4, 4)),
+            (nn.Conv1d(3, 4, 3), torch.randn(2, 3, 8)),
+        ],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_a_layer_is_a_model(self, layer: nn.Module, x: Tensor) -> None:
+        layer = copy.deepcopy(layer)
+        weight = layer.weight.detach().clone()
+        int8 = check(layer, call(x), call(input=x))
+        assert sqnr(weight, int8.weight().dequantize()) > 35
+        unprepare(layer)
+        assert type(layer).__module__.startswith("torch.nn")
+
+    @pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
+    def test_a_container_of_models(self, kind: type) -> None:
+        parts = {"a": nn.Sequential(conv(), nn.ReLU()), "b": conv()}
+        net = kind(parts) if kind is nn.ModuleDict else kind(parts.values())
+        prepare(net)
+        items = list(net.values()) if kind is nn.ModuleDict else list(net)
+        assert len(net) == len(items) == 2
+        for item in items:
+            item.train()(image())
+        int8 = convert(net)
+        items = list(int8.values()) if kind is nn.ModuleDict else list(int8)
+        assert [item(image()).shape for item in items] == [(2, 4, 8, 8)] * 2
+        assert len(report(int8).int8_layers) == 2
+
+    def test_modules_of_lists_and_dicts_inside(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stages = nn.ModuleList([conv(), conv(4), conv(4)])
+                self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
+
+            def forward(self, x: Tensor) -> dict[str, Tensor]:
+                for stage in self.stages:
+                    x = stage(x).relu()
+                x = x.mean((2, 3))
+                return {name: head(x) for name, head in self.heads.items()}
+
+        check(Net(), call(image()))
+
+    def test_a_subclass_of_a_layer(self) -> None:
+        class Same(nn.Conv2d):
+            """Has another constructor, and the forward of its torch layer."""
+
+            def __init__(self, inputs: int, outputs: int) -> None:
+                super().__init__(inputs, outputs, 3, padding=1)
+                self.tag = "mine"
+
+        class Scaled(nn.Conv2d):
+            def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+                return super().forward(input) * 2
+
+        class Standardized(nn.Conv2d):
+            def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+                weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+                return self._conv_forward(input, weight, self.bias)
+
+        net = nn.Sequential(Same(3, 4), Scaled(4, 4, 1), Standardized(4, 4, 1), conv(4))
+        int8 = check(net, call(image()), float_layers=2)
+        assert isinstance(net[0], Same)
+        assert net[0].tag == "mine"
+        assert "forward of its own" in {row.name: row.reason for row in report(int8).float_layers}["1"]
+
+    def test_a_subclass_of_an_activation(self) -> None:
+        class Mine(nn.ReLU):
+            def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+                return super().forward(input) + 2
+
+        check(nn.Sequential(conv(), Mine(), conv(4)), call(image()))
+
+
+def calibrated(net: nn.Module) -> nn.Module:
+    net.train()
+    net(image())
+    return net.eval()
+
+
+class Decides(nn.Module):
+    """Its forward looks at the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(4), nn.Sequential(conv(4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return self.a(x) + self.b(x)
+
+
+class TestUntraceable:
+    def test_a_part_that_looks_at_data_is_called_in_one_piece(self) -> None:
+        net = nn.Sequential(OrderedDict(stem=conv(), decides=Decides(), head=conv(4)))
+        with pytest.warns(
+            UserWarning, match=r"decides \(Decides\) cannot be traced at .*test_capture.py:\d+.*x.sum"
+        ) as seen:
+            prepare(copy.deepcopy(net))
+        assert len(seen) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            int8 = check(net, call(image()))
+        assert [row.name for row in report(int8).int8_layers] == ["stem", "decides.a", "decides.b.0", "head"]
+        assert any("Decides" in note for note in report(int8).notes)
+        assert unprepare(net) is net
+        assert type(net.decides.a) is nn.Conv2d
+
+    def test_a_whole_model_that_looks_at_data(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stem, self.body = conv(), nn.Sequential(conv(4), nn.ReLU(), conv(4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.stem(x)
+                while x.abs().max() > 1:
+                    x = x / 2
+                return self.body(x)
+
+        with pytest.warns(UserWarning, match="Net cannot be traced"):
+            check(Net(), call(image()))
+
+    def test_a_forward_that_writes_to_itself(self) -> None:
+        class Remembers(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.seen = conv(4), 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.seen += 1
+                return self.a(x)
+
+        net = nn.Sequential(conv(), Remembers())
+        with pytest.warns(UserWarning, match=r"Remembers.*self.seen"):
+            prepare(net)
+        assert net[1].seen == 0
+        net.train()(image())
+        net(image())
+        assert net[1].seen == 2
+        int8 = convert(net)
+        int8(image())
+        assert int8[1].seen == 3
+        assert net[1].seen == 2
+        assert len(report(int8).int8_layers) == 2
+
+    def test_nothing_left_names_the_code(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(4, 3))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return F.linear(x, self.weight) if x.sum() > 0 else x
+
+        with pytest.raises((CaptureError, ConfigError), match="quantize"):
+            prepare(Net())
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_an_untraceable_call_of_a_traceable_model(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv()
+
+            def forward(self, x: Tensor, threshold: Tensor | None = None) -> Tensor:
+                y = self.a(x)
+                if threshold is not None and y.sum() > threshold:
+                    y = y + 1
+                return y
+
+        net = prepare(Net()).train()
+        net(image())
+        with pytest.raises(CaptureError, match=r"test_capture\.py"):
+            net(image(), torch.tensor(0.0))
+
+    def test_compiled_and_wrapped_models_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"torch\.compile.*prepare first"):
+            prepare(torch.compile(nn.Sequential(conv())))
+        with pytest.raises(ConfigError, match=r"1 is wrapped by torch\.compile"):
+            prepare(nn.Sequential(conv(), torch.compile(conv(4))))
+        with pytest.raises(ConfigError, match=r"DataParallel.*prepare first"):
+            prepare(nn.DataParallel(nn.Sequential(conv())))
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+    def test_a_scripted_part_stays_float(self) -> None:
+        scripted = torch.jit.trace(nn.Sequential(conv(4)), torch.randn(1, 4, 8, 8))
+        net = calibrated(prepare(nn.Sequential(conv(), scripted, conv(4))))
+        assert len(report(convert(net)).int8_layers) == 2
+
+
+class TestModes:
+    def test_inside_inference_mode(self) -> None:
+        net = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(), conv(4))
+        with torch.inference_mode():
+            prepare(net, mode="ptq")
+            calibrate(net, [image()])
+            int8 = convert(net)
+            int8(image())
+        int8(image())
+        assert not any(buffer.is_inference() for buffer in [*net.buffers(), *int8.buffers()])
+        net.train()(image()).sum().backward()
+        assert net[0].weight.grad is not None
+
+    def test_under_no_grad_and_autocast(self) -> None:
+        net = nn.Sequential(conv(), nn.ReLU(), conv(4))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            prepare(net)
+        net.train()(image()).sum().backward()
+        assert net[0].weight.grad is not None
+
+
+class TestOpaque:
+    """Attention, recurrent nets and embeddings stay float; the layers around them become int8."""
+
+    def test_attention(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.attention, self.b = (
+                    nn.Linear(8, 8),
+                    nn.MultiheadAttention(8, 2, batch_first=True),
+                    nn.Linear(8, 4),
+                )
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.a(x)
+                return self.b(self.attention(x, x, x, need_weights=False)[0] + x)
+
+        int8 = check(Net(), call(torch.randn(2, 5, 8)), float_layers=1)
+        (row,) = report(int8).float_layers
+        assert "MultiheadAttention" in row.reason
+
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+    def test_recurrent(self, kind: type) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding, self.rnn, self.fc = nn.Embedding(9, 6), kind(6, 8, batch_first=True), nn.Linear(8, 3)
+
+            def forward(self, tokens: Tensor) -> Tensor:
+                out, _ = self.rnn(self.embedding(tokens))
+                return self.fc(out[:, -1])
+
+        check(Net(), call(torch.randint(9, (2, 5))))
+
+    @pytest.mark.parametrize("norm_first", [True, False])
+    @pytest.mark.parametrize("kind", ["layer", "encoder"])
+    def test_transformer_encoder(self, kind: str, norm_first: bool) -> None:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+        net = layer if kind == "layer" else nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        flags = [m.activation_relu_or_gelu for m in net.modules() if isinstance(m, nn.TransformerEncoderLayer)]
+        float_layers = 1 if kind == "layer" else 2
+        x = torch.randn(2, 5, 8)
+        int8 = check(net, call(x), float_layers=float_layers)
+        assert len(report(int8).int8_layers) == 2 * float_layers
+        with torch.no_grad():
+            assert sqnr(net.eval()(x), Float.of(net)(x)) < 60  # it does round
+        unprepare(net)
+        assert [m.activation_relu_or_gelu for m in net.modules() if isinstance(m, nn.TransformerEncoderLayer)] == flags
+
+    def test_a_transformer_encoder_inside(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+                self.embed, self.encoder, self.fc = nn.Linear(6, 8), nn.TransformerEncoder(layer, 1), nn.Linear(8, 3)
+
+            def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+                return self.fc(self.encoder(self.embed(x), src_key_padding_mask=mask).mean(1))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check(Net(), call(torch.randn(2, 5, 6)), float_layers=1)
+
+
+class Float:
+    """The float net that a prepared one was."""
+
+    @staticmethod
+    def of(prepared: nn.Module) -> nn.Module:
+        return unprepare(copy.deepcopy(prepared)).eval()
