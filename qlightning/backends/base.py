@@ -89,7 +89,7 @@ def resolve_backend(backend: str | Backend) -> Backend:
         'reference'
     """
     if isinstance(backend, Backend):
-        return backend
+        return _usable(backend)
     if not isinstance(backend, str):
         raise ConfigError(f"backend={backend!r}: a name or a Backend is needed; here: {', '.join(available())}.")
     if backend == "auto":
@@ -99,10 +99,13 @@ def resolve_backend(backend: str | Backend) -> Backend:
             f"Unknown backend {backend!r}.{closest(backend, backends())} Available on this machine: "
             f"auto, {', '.join(available())}."
         )
-    found = backends()[backend]
+    return _usable(backends()[backend])
+
+
+def _usable(found: Backend) -> Backend:
     if found.unavailable:
         raise BackendError(
-            f"Backend {backend!r} cannot run here: {found.unavailable} Available: {', '.join(available())}."
+            f"Backend {found.name!r} cannot run here: {found.unavailable} Available: {', '.join(available())}."
         )
     return found
 

@@ -103,7 +103,7 @@ def _convert_tree(module: nn.Module, backend: Backend, keep_class: bool = True) 
     if isinstance(module, PreparedModule):
         return _RootConversion(module, backend, keep_class).run()
     if not is_prepared(module):
-        return copy.deepcopy(module).cpu()
+        return _deepcopied(module)
     shell = _shell(module, type(module))
     for name, child in module._modules.items():
         shell._modules[name] = None if child is None else _convert_tree(child, backend)
@@ -129,6 +129,13 @@ def _shell(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     for name, buffer in module._buffers.items():
         shell._buffers[name] = None if buffer is None else _copied(buffer)
     return shell
+
+
+def _deepcopied(module: nn.Module) -> nn.Module:
+    """A copy on the CPU, also of a module that keeps a weight which a hook has computed (weight norm, pruning)."""
+    kept = [value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor)]
+    memo: dict[int, Any] = {id(value): value.detach().clone() for value in kept if not value.is_leaf}
+    return copy.deepcopy(module, memo).cpu()
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -177,7 +184,7 @@ class _RootConversion:
             if isinstance(module, QATLayer):
                 return nn.Identity()  # until it is known whether it becomes int8: a float weight is not copied in vain
             if not any(isinstance(m, (QATLayer, PreparedModule)) for m in module.modules()):
-                return copy.deepcopy(module).cpu()
+                return _deepcopied(module)
             shell = _shell(module, type(module))
             for name, child in module._modules.items():
                 shell._modules[name] = None if child is None else copy_below(child)
@@ -238,7 +245,7 @@ def _float_copy(layer: QATLayer) -> nn.Module:
     twin = copy.copy(layer)
     twin.__dict__["_modules"] = dict(layer._modules)
     swap_out(twin)
-    return copy.deepcopy(twin).cpu()
+    return _deepcopied(twin)
 
 
 class _Standalone(nn.Module):

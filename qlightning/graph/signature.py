@@ -156,7 +156,7 @@ def expected_calls(signature: inspect.Signature) -> list[tuple[tuple[Any, ...], 
         if p.default is p.empty and p.kind is p.KEYWORD_ONLY
     }
     variadic = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
-    positional = tuple(torch.empty(0) for _ in (required or [None] * variadic))
+    positional = tuple(torch.empty(0) for _ in range(len(required) or int(variadic)))
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(positional, dict(needed))]
     for p in signature.parameters.values():
         if p.kind is p.POSITIONAL_ONLY:
