@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -83,6 +83,13 @@ class QConfig:
         """Returns the same settings with more patterns that stay float."""
         more = (patterns,) if isinstance(patterns, (str, type)) else tuple(patterns)
         return replace(self, exclude=self.exclude + more)
+
+    def all(self) -> Iterator[QConfig]:
+        """Itself and all that its overrides hold."""
+        yield self
+        for override in self.overrides.values():
+            if override is not None:
+                yield from override.all()
 
     def build_activation_observer(self, mode: Mode) -> nn.Module:
         """Builds the observer of one activation."""

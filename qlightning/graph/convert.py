@@ -59,7 +59,8 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
         raise ConfigError(f"{type(prepared).__name__} is a part of a prepared model: convert that one.")
     chosen = resolve_backend(backend) if backend is not None else preparation.backend
     chosen.adapt(preparation.qconfig)
-    if chosen.saturates(preparation.qconfig.activation, preparation.qconfig.weight):
+    configs = list(preparation.qconfig.all())  # values go from a layer with one to a layer with another
+    if any(chosen.saturates(a.activation, w.weight) for a in configs for w in configs):
         raise BackendError(
             f"The model has full 8-bit activations and weights, on which backend {chosen.name!r} would saturate on "
             f"this CPU. Convert with backend='reference', or prepare the model on this machine."

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from qlightning.backends import Backend, resolve_backend
 from qlightning.errors import CaptureError, ConfigError
-from qlightning.fake_quantize import FakeQuantize, fake_quantizers
+from qlightning.fake_quantize import FakeQuantize, fake_quantizers, set_observers
 from qlightning.graph.bind import GRAPH_MODULES, BoundModule, Captured, Program, bind, unbind
 from qlightning.graph.capture import Capture, CapturedRoot, capture, module_device
 from qlightning.graph.patterns import Plan, plan
@@ -111,6 +111,8 @@ class GraphPreparer:
         for node in list(graph.nodes):
             if node.op == "call_function" and ops_kind(ops, node) is Kind.LAYER:
                 self._insert_weight(graph, node, module, ops)
+        if self._mode == "ptq":
+            set_observers(module, False)  # calibrate alone moves the ranges
         graph.lint()
 
     def _insert_weight(self, graph: fx.Graph, node: fx.Node, module: nn.Module, ops: Vocabulary) -> None:
@@ -234,7 +236,7 @@ def prepare(
         if (before.qconfig, before.backend.name, before.mode) == (settings, chosen.name, mode):
             return model
         raise ConfigError(f"{type(model).__name__} is prepared already, with other settings; unprepare it first.")
-    if is_prepared(model):
+    if is_prepared(model) or any(isinstance(module, QATLayer) for module in model.modules()):
         raise ConfigError(f"A part of {type(model).__name__} is prepared already; unprepare it first.")
     with torch.inference_mode(False), torch.no_grad():  # the first alone switches gradients on
         resolver = Resolver(model, settings)

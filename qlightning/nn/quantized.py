@@ -15,7 +15,8 @@ class QuantizedLayer(nn.Module):
     """The integer weight and the float bias of one int8 layer, BatchNorm folded in; the graph runs the kernel on them.
 
     Args:
-        codes: int8, output channels first: (out, in / groups, ...), for transposed convolutions too.
+        codes: int8 (uint8 where the scheme is unsigned), output channels first: (out, in / groups, ...), for
+            transposed convolutions too.
         scale: float32 (out,).
         zero_point: int32 (out,).
         bias: float32 (out,), or None.
@@ -97,5 +98,8 @@ class QuantizedLayer(nn.Module):
 
 def dequantized_weight(codes: Tensor, scale: Tensor, zero_point: Tensor, transposed_groups: int | None) -> Tensor:
     """The float weight of an int8 layer in the layout of the float layer, as the QDQ graph computes it."""
-    weight = torch.ops.quantized_decomposed.dequantize_per_channel(codes, scale, zero_point, 0, -128, 127, torch.int8)
+    ends = torch.iinfo(codes.dtype)
+    weight = torch.ops.quantized_decomposed.dequantize_per_channel(
+        codes, scale, zero_point, 0, ends.min, ends.max, codes.dtype
+    )
     return weight if transposed_groups is None else swap_channels(weight, transposed_groups)

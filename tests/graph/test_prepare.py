@@ -167,6 +167,15 @@ class TestTraining:
         net(batch()[0] * 100)
         assert not same(snapshot(net), state)
 
+    def test_in_ptq_mode_calibrate_alone_moves_observers(self, net: Net) -> None:
+        calibrate(prepare(net, mode="ptq"), [batch()])
+        grids = {name: (fq.scale.clone(), fq.observer.state_dict()) for name, fq in fake_quantizers(net)}
+        net.train()
+        net(batch()[0] * 100)
+        for name, fq in fake_quantizers(net):
+            assert torch.equal(fq.scale, grids[name][0])
+            assert same(fq.observer.state_dict(), grids[name][1])
+
     def test_observers_do_not_move_when_frozen(self, net: Net) -> None:
         train(prepare(net))
         set_observers(net, False)

@@ -1,0 +1,183 @@
+"""Backends: which there are, which one is picked, and that none of them saturates."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qlightning import QConfig, QScheme, calibrate, convert, prepare, report
+from qlightning.backends import available, backends, base, resolve_backend
+from qlightning.errors import BackendError, ConfigError
+from qlightning.observers import MinMaxObserver
+
+BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+
+
+@pytest.fixture
+def no_int8_dot_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that adds int8 products up in 16 bits."""
+    found = {name: replace(b, reduced="weight" if name == "onednn" else None) for name, b in backends().items()}
+    monkeypatch.setattr(base, "backends", lambda: found)
+
+
+@pytest.fixture
+def int8_dot_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: replace(b, reduced=None) for name, b in backends().items()}
+    monkeypatch.setattr(base, "backends", lambda: found)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {n: replace(b, unavailable="no kernels." if n == "onednn" else "") for n, b in backends().items()}
+    monkeypatch.setattr(base, "backends", lambda: found)
+
+
+class TestChoice:
+    def test_reference_is_everywhere(self) -> None:
+        assert "reference" in available()
+        assert resolve_backend("reference").name == "reference"
+
+    def test_a_value_is_itself(self) -> None:
+        backend = resolve_backend("reference")
+        assert resolve_backend(backend) is backend
+
+    def test_auto_picks_the_kernels(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if "onednn" in available() else "ignore")
+            assert resolve_backend("auto").name == BACKENDS[0]
+
+    @pytest.mark.usefixtures("no_kernels")
+    def test_auto_without_kernels_is_the_reference_with_a_warning(self) -> None:
+        with pytest.warns(UserWarning, match="reference"):
+            assert resolve_backend("auto").name == "reference"
+
+    @pytest.mark.usefixtures("no_kernels")
+    def test_missing_kernels_say_why_and_what_there_is(self) -> None:
+        with pytest.raises(BackendError, match=r"'onednn'.*no kernels.*Available.*reference"):
+            resolve_backend("onednn")
+
+    def test_unknown_names_list_what_there_is(self) -> None:
+        with pytest.raises(ConfigError, match=r"'refrence'.*Did you mean 'reference'.*Available.*auto, .*reference"):
+            resolve_backend("refrence")
+
+
+class TestSchemes:
+    @pytest.mark.usefixtures("no_int8_dot_products")
+    def test_weights_get_one_bit_less_where_kernels_would_saturate(self) -> None:
+        backend = base.backends()["onednn"]
+        adapted = backend.adapt(QConfig(overrides={"a": QConfig(), "b": None}))
+        assert adapted.weight.bits == 7
+        assert adapted.activation.bits == 8
+        assert adapted.overrides["a"].weight.bits == 7
+        assert adapted.overrides["b"] is None
+        assert backend.adapt(adapted) == adapted
+        assert not backend.saturates(adapted.activation, adapted.weight)
+        assert backend.saturates(QScheme(signed=False), QScheme(symmetric=True))
+        assert not backend.saturates(QScheme(signed=False, bits=7), QScheme(symmetric=True))
+
+    @pytest.mark.usefixtures("int8_dot_products")
+    def test_all_bits_are_used_where_nothing_saturates(self) -> None:
+        assert base.backends()["onednn"].adapt(QConfig()) == QConfig()
+
+    def test_the_reference_takes_all(self) -> None:
+        qconfig = QConfig(activation=QScheme(axis=1), weight=QScheme(signed=False))
+        assert resolve_backend("reference").adapt(qconfig) == qconfig
+
+    @pytest.mark.usefixtures("no_int8_dot_products")
+    def test_a_full_range_model_is_not_converted_to_kernels_that_saturate(self) -> None:
+        if "onednn" not in available():
+            pytest.skip("no onednn here")
+        for net, qconfig in (
+            (nn.Sequential(nn.Linear(4, 4)), None),
+            (
+                nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+                QConfig(weight=QScheme(bits=7, symmetric=True), overrides={"0": QConfig()}),
+            ),
+        ):
+            prepare(net, qconfig, backend="reference", mode="ptq")
+            calibrate(net, [torch.randn(2, 4)])
+            with pytest.raises(BackendError, match="would saturate"):
+                convert(net, backend="onednn")
+            assert convert(net)(torch.randn(2, 4)).shape == (2, 4)
+
+
+def worst_case(layer: nn.Module, x: Tensor) -> tuple[nn.Module, nn.Module]:
+    """A prepared layer of which every product is as large as its grids allow, and what it becomes."""
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.weight[::2] = -1.0
+    net = nn.Sequential(layer)
+    prepare(net, QConfig(activation_observer=MinMaxObserver), backend=BACKENDS[0], mode="ptq")
+    calibrate(net, [torch.zeros_like(x), x])
+    return net, convert(net)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.Linear(512, 8), (3, 512)),
+        (nn.Conv2d(64, 16, 3, padding=1), (2, 64, 8, 8)),
+        (nn.Conv2d(64, 64, 3, groups=64), (2, 64, 8, 8)),
+        (nn.Conv2d(128, 128, 3, groups=128), (1, 128, 8, 8)),
+        (nn.Conv2d(32, 32, 3, groups=4), (1, 32, 8, 8)),
+        (nn.Conv2d(128, 16, 1), (2, 128, 4, 4)),
+        (nn.Conv1d(64, 16, 5), (2, 64, 12)),
+        (nn.Conv3d(16, 16, 3), (1, 16, 4, 4, 4)),
+        (nn.ConvTranspose2d(32, 16, 3, stride=2), (1, 32, 4, 4)),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_the_largest_products_are_exact(layer: nn.Module, shape: tuple[int, ...], sign: float) -> None:
+    x = torch.ones(shape) * sign
+    net, int8 = worst_case(copy.deepcopy(layer), x)
+    weight = int8[0].weight().int_repr()
+    assert weight.abs().max() == net[0].weight_fake_quant.scheme.quant_max
+    expected = net[0].double()
+    scale = expected.weight_fake_quant.scale.double()
+    reference = nn.Module.__call__(expected, x.double())
+    torch.testing.assert_close(int8(x).double(), reference, rtol=1e-5, atol=float(scale.max()) * 1e-2)
+
+
+@torch.no_grad()
+def test_a_chain_of_worst_cases_is_exact() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3, groups=32), nn.ReLU(), nn.Conv2d(32, 4, 1)
+    )
+    for layer in (net[0], net[2], net[4]):
+        layer.weight.fill_(0.5)
+        layer.bias.zero_()
+    x = torch.ones(1, 32, 8, 8)
+    expected = net.double()(x.double()).float()
+    net.float()
+    prepare(net, QConfig(activation_observer=MinMaxObserver), backend=BACKENDS[0], mode="ptq")
+    calibrate(net, [x])
+    torch.testing.assert_close(convert(net)(x), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_int8_model_copies_saves_and_loads(backend: str) -> None:
+    def build() -> nn.Module:
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Flatten(), nn.Linear(144, 3))
+        prepare(net, backend=backend, mode="ptq")
+        return convert(calibrate(net, [torch.randn(2, 3, 8, 8)]))
+
+    torch.manual_seed(1)
+    int8 = build()
+    x = torch.randn(2, 3, 8, 8)
+    assert all(not tensor.requires_grad for tensor in int8.state_dict().values())
+    assert int8.state_dict()["0.codes"].dtype == torch.int8
+    other = build()
+    assert not torch.equal(other(x), int8(x))
+    assert torch.equal(copy.deepcopy(int8)(x), int8(x))
+    assert str(report(int8)) == str(report(copy.deepcopy(int8)))
+    changed = copy.deepcopy(int8)
+    changed[0].codes.zero_()
+    changed[0].repack()
+    assert not torch.equal(changed(x), int8(x))
