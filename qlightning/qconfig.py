@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -78,6 +78,11 @@ class QConfig:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QConfig:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickle cannot take the read-only overrides; processes that a strategy spawns get their callbacks that way.
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"overrides": dict(self.overrides)}
+        return QConfig, tuple(values.values())
 
     def excluding(self, patterns: Iterable[Pattern]) -> QConfig:
         """Returns the same settings with more patterns that stay float."""

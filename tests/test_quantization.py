@@ -1,0 +1,195 @@
+"""Float in, int8 out, in one call; and a conversion that leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qlightning import QConfig, QScheme, calibrate, convert, prepare, quantize_model, report
+from qlightning.backends import available
+from qlightning.functional import sqnr
+from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
+
+BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+
+
+class Net(nn.Module):
+    """conv-bn-relu6, depthwise, residual, linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6())
+        self.depthwise = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU6()
+        )
+        self.project = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.project(self.depthwise(x))
+        return self.fc(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
+
+
+def image(batch: int = 8) -> Tensor:
+    return torch.randn(batch, 3, 8, 8)
+
+
+@pytest.fixture
+def net() -> Net:
+    model = Net()
+    model.train()
+    for _ in range(20):
+        model(image())
+    return model.eval()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("observer", [None, MinMaxObserver, MovingAverageObserver, HistogramObserver])
+def test_int8_is_near_float(net: Net, backend: str, observer: Any) -> None:
+    int8 = quantize_model(net, [image() for _ in range(4)], observer=observer, backend=backend)
+    x = image(32)
+    assert sqnr(net(x), int8(x)) > 20
+    assert not int8.training
+    assert len(report(int8).int8_layers) == 4
+    assert "4 of 4 layers in int8" in str(report(int8))
+
+
+@pytest.mark.parametrize(
+    "batch", [image(), (image(), torch.zeros(8)), [image(), 3], {"x": image()}], ids=["tensor", "tuple", "list", "dict"]
+)
+def test_batches_of_any_form(net: Net, batch: Any) -> None:
+    assert quantize_model(net, [batch])(image()).shape == (8, 5)
+    assert quantize_model(net, iter([batch]))(image()).shape == (8, 5)
+
+
+def test_excluded_layers_stay_float(net: Net) -> None:
+    int8 = quantize_model(net, [image()], exclude=("fc",))
+    assert type(int8.fc) is nn.Linear
+    assert torch.equal(int8.fc.weight, net.fc.weight)
+
+
+def test_settings_reach_the_layers(net: Net) -> None:
+    config = QConfig(weight=QScheme(bits=4, symmetric=True, axis=0), overrides={"fc": None})
+    int8 = quantize_model(net, [image()], qconfig=config, observer=MinMaxObserver, backend="reference")
+    assert int8.stem[0].weight().int_repr().abs().max() <= 8
+    assert type(int8.fc) is nn.Linear
+
+
+def test_only_as_many_batches_as_asked(net: Net) -> None:
+    prepared = prepare(copy.deepcopy(net), mode="ptq")
+    seen: list[int] = []
+
+    def batches() -> Any:
+        for index in range(100):
+            seen.append(index)
+            yield image()
+
+    calibrate(prepared, batches(), num_batches=3)
+    assert seen == [0, 1, 2]
+
+
+def test_calibrating_leaves_modes_weights_and_statistics(net: Net) -> None:
+    prepared = prepare(copy.deepcopy(net), mode="ptq").train()
+    prepared.fc.eval()
+    modes = [module.training for module in prepared.modules()]
+    calibrate(prepared, [image()])
+    assert [module.training for module in prepared.modules()] == modes
+    for name, value in net.state_dict().items():
+        assert torch.equal(prepared.state_dict()[name], value)
+
+
+def test_calibrating_again_adds_to_what_was_seen(net: Net) -> None:
+    once = prepare(copy.deepcopy(net), QConfig(activation_observer=MinMaxObserver), mode="ptq")
+    twice = copy.deepcopy(once)
+    data = [image(), image() * 2]
+    calibrate(once, data)
+    for batch in data:
+        calibrate(twice, [batch])
+    ours, theirs = twice.state_dict(), once.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class TestConversion:
+    @staticmethod
+    def step(prepared: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+        prepared.train()
+        for _ in range(2):
+            optimizer.zero_grad()
+            prepared(image()).square().mean().backward()
+            optimizer.step()
+        return {name: value.clone() for name, value in prepared.state_dict().items()}
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_leaves_the_prepared_model_and_its_training_alone(self, net: Net, backend: str) -> None:
+        prepared = prepare(net, backend=backend)
+        self.step(prepared)
+        other = copy.deepcopy(prepared)
+        prepared.train()
+        before = {name: value.clone() for name, value in prepared.state_dict().items()}
+        modes = [module.training for module in prepared.modules()]
+        random = torch.get_rng_state()
+        int8 = convert(prepared)
+        assert torch.equal(torch.get_rng_state(), random)
+        assert [module.training for module in prepared.modules()] == modes
+        assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
+        assert all(p.requires_grad for p in prepared.parameters())
+        with_it, without = self.step(prepared), self.step(other)
+        assert all(torch.equal(value, without[name]) for name, value in with_it.items())
+        x = image()
+        assert not torch.equal(convert(prepared)(x), int8(x))
+
+    def test_the_int8_model_shares_nothing_with_the_prepared_one(self, net: Net) -> None:
+        prepared = prepare(net)
+        self.step(prepared)
+        int8 = convert(prepared)
+        x = image()
+        expected = int8(x)
+        with torch.no_grad():
+            for tensor in prepared.state_dict().values():
+                tensor.zero_()
+        assert torch.equal(int8(x), expected)
+        assert all(not p.requires_grad for p in int8.parameters())
+
+    def test_twice_gives_the_same(self, net: Net) -> None:
+        prepared = prepare(net)
+        self.step(prepared)
+        x = image()
+        assert torch.equal(convert(prepared)(x), convert(prepared)(x))
+
+    def test_a_copy_of_the_int8_model_is_its_own(self, net: Net) -> None:
+        int8 = quantize_model(net, [image()])
+        other = copy.deepcopy(int8)
+        x = image()
+        expected = int8(x)
+        assert torch.equal(other(x), expected)
+        other.fc.codes.zero_()
+        other.fc.repack()
+        assert not torch.equal(other(x), expected)
+        assert torch.equal(int8(x), expected)
+
+    def test_weights_have_the_names_of_the_float_layers(self, net: Net) -> None:
+        int8 = quantize_model(net, [image()])
+        for name in ("stem.0", "depthwise.0", "project.0", "fc"):
+            weight = int8.get_submodule(name).weight()
+            assert weight.int_repr().dtype == torch.int8
+            assert weight.int_repr().shape == net.get_submodule(name).weight.shape
+        assert type(int8.stem[1]) is nn.Identity
+
+    def test_takes_and_gives_float(self, net: Net) -> None:
+        int8 = quantize_model(net, [image()])
+        out = int8(image(1))
+        assert out.dtype == torch.float32
+        assert not out.requires_grad
+        assert int8.train().training is False
+
+    def test_is_smaller(self, net: Net) -> None:
+        int8 = quantize_model(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), [torch.randn(2, 256)])
+        size = sum(value.numel() * value.element_size() for value in int8.state_dict().values())
+        assert size < 256 * 256 * 2 * 1.1
