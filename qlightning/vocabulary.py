@@ -199,6 +199,7 @@ _MOVES = {
 }
 _SEQUENCES = {"chunk", "split", "tensor_split", "unbind", "split_with_sizes", "unsafe_chunk", "unsafe_split"}
 _NOT_TENSORS = {"size", "dim", "ndimension", "numel", "nelement", "item", "tolist", "stride", "get_device", "len"}
+_FACTS = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes", "is_nested"}
 _NEAREST = ("nearest", "nearest-exact")
 
 
@@ -268,6 +269,8 @@ class Vocabulary:
         assert module is not None
         if isinstance(module, FakeQuantize):
             return Op(Kind.FAKE_QUANT, inputs)
+        if not inputs:
+            return Op(Kind.FLOAT)
         if layer_type(module) is not None and len(node.args) + len(node.kwargs) == 1:
             return Op(Kind.LAYER, inputs)
         if isinstance(module, _BatchNorm):
@@ -292,7 +295,9 @@ class Vocabulary:
         first = inputs[0]
         if node.op == "call_function" and not is_known_origin(node.target):
             return Op(Kind.FLOAT, inputs)
-        if name in ("getattr", "__getattr__") or name in _NOT_TENSORS:
+        if name in ("getattr", "__getattr__"):
+            return Op(Kind.OTHER) if node.args[1] in _FACTS else Op(Kind.FLOAT, inputs)
+        if name in _NOT_TENSORS:
             return Op(Kind.OTHER)
         if name in LAYER_FUNCTIONS and node.op == "call_function":
             x, weight = argument(node, 0, "input"), argument(node, 1, "weight")
@@ -350,7 +355,7 @@ class Vocabulary:
         """A parameter, or a parameter behind its fake-quantizer."""
         if isinstance(value, fx.Node) and value.op == "call_module" and self._ops[value].kind is Kind.FAKE_QUANT:
             value = value.args[0]
-        return isinstance(value, fx.Node) and value.op == "get_attr"
+        return isinstance(value, fx.Node) and value.op == "get_attr" and "constant" not in value.meta
 
 
 def is_dropout(node: fx.Node) -> bool:

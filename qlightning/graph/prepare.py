@@ -108,12 +108,28 @@ class GraphPreparer:
             with graph.inserting_after(node):
                 inserted = graph.call_module(f"{GRAPH_MODULES}.{fq}", (node,))
             node.replace_all_uses_with(inserted, delete_user_cb=lambda user, own=inserted: user is not own)  # type: ignore[misc]
+        self._keep_constants(graph, module)
         for node in list(graph.nodes):
             if node.op == "call_function" and ops_kind(ops, node) is Kind.LAYER:
                 self._insert_weight(graph, node, module, ops)
         if self._mode == "ptq":
             set_observers(module, False)  # calibrate alone moves the ranges
         graph.lint()
+
+    def _keep_constants(self, graph: fx.Graph, module: nn.Module) -> None:
+        """Gives the tensors that a forward has made a place that moves with the model and is not saved."""
+        modules = self._graph_modules(module)
+        for node in [node for node in graph.nodes if "constant" in node.meta]:
+            value = node.meta.pop("constant")
+            own = dict(modules.named_buffers(recurse=False))
+            same = (n for n, t in own.items() if t.dtype == value.dtype and torch.equal(t.cpu(), value.cpu()))
+            name = next(same, f"constant_{len(own)}")
+            if name not in own:
+                modules.register_buffer(name, value.clone(), persistent=False)
+            node.target = f"{GRAPH_MODULES}.{name}"
+            with graph.inserting_after(node):  # the forward makes it anew each time, and may change it in place
+                fresh = graph.call_method("clone", (node,))
+            node.replace_all_uses_with(fresh, delete_user_cb=lambda user, own=fresh: user is not own)
 
     def _insert_weight(self, graph: fx.Graph, node: fx.Node, module: nn.Module, ops: Vocabulary) -> None:
         """A weight fake-quantizer for a layer that is called as a function."""
@@ -167,7 +183,8 @@ def ops_kind(ops: Vocabulary, node: fx.Node) -> Kind | None:
 
 
 def _identifier(name: str) -> str:
-    return re.sub(r"\W", "_", name)
+    name = re.sub(r"\W", "_", name)
+    return f"{name}_" if hasattr(nn.ModuleDict(), name) else name  # "float", "keys": attributes of every ModuleDict
 
 
 def _call_names(graph: fx.Graph) -> dict[fx.Node, str]:

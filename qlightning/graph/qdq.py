@@ -20,6 +20,7 @@ from qlightning.backends.qdq import (
     aten,
 )
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
+from qlightning.graph.bind import GRAPH_MODULES
 from qlightning.graph.fold import quantized_layer
 from qlightning.graph.patterns import can_fold, only_user, source_of
 from qlightning.nn.qat import QATLayer, layer_type
@@ -157,7 +158,7 @@ class GraphConversion:
     def _get_attr(self, target: str) -> fx.Node:
         """A parameter or buffer; one of a layer that became int8 is kept beside it."""
         owner, _, name = target.rpartition(".")
-        if isinstance(self._module.get_submodule(owner), QATLayer):
+        if isinstance(self._module.get_submodule(owner), QATLayer) or owner == GRAPH_MODULES:
             tensor = getattr(self._module.get_submodule(owner), name)
             target = f"float_{re.sub(r'[^0-9a-zA-Z]', '_', target)}"
             if target not in self._root._buffers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -86,10 +87,20 @@ class _Tracer(fx.Tracer):
         # torch.fx makes a plain dict of every mapping.
         if isinstance(a, dict) and type(a) is not dict:
             return self.create_node("call_function", type(a), (self.create_arg(dict(a)),), {})
+        if isinstance(a, Tensor) and not self._is_of_root(a):
+            # A tensor that the forward has made: the module has no name for it, the graph keeps it.
+            node = self.create_node("get_attr", "constant", (), {})
+            node.meta["constant"] = a.detach()
+            return node
         return super().create_arg(a)
+
+    def _is_of_root(self, tensor: Tensor) -> bool:
+        return any(tensor is own for own in (*self.root.parameters(), *self.root.buffers()))
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
+        if node.target in (operator.setitem, "__setitem__"):
+            raise ValueError("forward assigns to elements of a tensor, which a graph would not repeat")
         node.meta["owner"] = next(reversed(self.module_stack), "") if self.module_stack else ""
         return node
 
@@ -124,6 +135,7 @@ def trace(
     own_class = module.__class__
     before = {name: (m, m.training, dict(m.__dict__)) for name, m in module.named_modules()}
     tracer = _Tracer(leaves)
+    random = torch.get_rng_state()
     try:
         module.__class__ = type(original.__name__, (own_class,), {"forward": namespace["forward"]})
         for m, _, _ in before.values():
@@ -136,12 +148,20 @@ def trace(
     finally:
         module.__class__ = own_class
         written = _restore(before)
+        draws = not torch.equal(torch.get_rng_state(), random)
+        torch.set_rng_state(random)
+    if draws:
+        message = "forward draws random numbers, which a graph would not draw again"
+        raise TraceError(TraceFailure("", original.__name__, _source_of(original), message))
     if written is not None:
         path, attribute = written
         cls = type(before[path][0]) if path else original
         message = f"forward assigns self.{attribute}, which a graph would not repeat"
         raise TraceError(TraceFailure(path, cls.__name__, _source_of(cls), message))
-    _read_after_write(graph, module)
+    try:
+        _read_after_write(graph, module)
+    except ValueError as error:
+        raise TraceError(TraceFailure("", original.__name__, _source_of(original), str(error))) from error
     graph.eliminate_dead_code(is_impure_node=_keeps)
     return graph
 
@@ -189,8 +209,30 @@ def _read_after_write(graph: fx.Graph, root: nn.Module) -> None:
             continue
         by_module = node.op == "call_module" and getattr(root.get_submodule(str(node.target)), "inplace", False) is True
         if by_module or _mutates(node):
+            if _is_view_of_later_use(changed, order, order[node]):
+                raise ValueError(
+                    f"forward changes a part of a tensor in place ({node.name}), which a graph would not repeat"
+                )
             for user in [user for user in changed.users if order[user] > order[node]]:
                 user.replace_input_with(changed, node)
+
+
+def _is_view_of_later_use(node: fx.Node, order: dict[fx.Node, int], now: int) -> bool:
+    """Whether a value may share the memory of another that is read later on."""
+    while str(getattr(node.target, "__name__", node.target)) in _VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if any(order[user] > now for user in node.users):
+            return True
+    return False
+
+
+# fmt: off
+_VIEWS = frozenset({
+    "getitem", "getattr", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "permute",
+    "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze", "expand",
+    "expand_as", "narrow", "select", "chunk", "split", "tensor_split", "unbind", "detach",
+})
+# fmt: on
 
 
 def _failure(path: str, module: nn.Module, error: Exception, cls: type | None = None) -> TraceFailure:

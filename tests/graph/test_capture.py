@@ -408,6 +408,69 @@ class TestCalls:
         int8 = check(Net(), call(image()))
         assert int8(torch.randn(5, 3, 12, 10)).shape == (5, 4 * 120)
 
+    def test_tensors_made_in_the_forward(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv(4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.a(x) * torch.tensor(2.0) + torch.arange(4.0).view(4, 1, 1)
+                total = torch.zeros(4, 8, 8)
+                total += x.mean(0)
+                blurred = F.conv2d(x, torch.ones(4, 1, 3, 3) / 9, padding=1, groups=4)
+                return self.b(torch.where(x > 0, blurred, torch.zeros(()))) + total
+
+        net = Net()
+        keys = list(net.state_dict())
+        check(net, call(image()))
+        assert [key for key in net.state_dict() if "fake_quant" not in key] == keys
+        assert not any("constant" in key for key in net.state_dict())
+        unprepare(net)
+        assert list(net.state_dict()) == keys
+
+    @pytest.mark.parametrize(
+        "pick",
+        [
+            lambda x: x.flatten(2).topk(4, -1).values,
+            lambda x: x.flatten(2).max(-1)[0][:, :, None],
+            lambda x: x.flatten(2).sort(-1).values[..., :4],
+            lambda x: x.flatten(2).mT.transpose(1, 2),
+        ],
+    )
+    def test_tensors_in_attributes_of_results(self, pick: Any) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.fc = conv(), nn.Linear(4, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.fc(pick(self.a(x)).mean(-1))
+
+        check(Net(), call(image()))
+
+    def test_layers_with_names_that_containers_use(self) -> None:
+        net = nn.Module()
+        for name in ("float", "keys", "values", "type", "training_", "weight"):
+            net.add_module(name, conv(4)) if not hasattr(net, name) else None
+        names = list(dict(net.named_children()))
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stem = conv()
+                for name in names:
+                    self.add_module(name, conv(4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.stem(x)
+                for name in names:
+                    x = getattr(self, name)(x).float()
+                return x
+
+        assert {"keys", "values"} <= set(names)
+        check(Net(), call(image()))
+
     def test_hooks_fire(self) -> None:
         net = nn.Sequential(OrderedDict(body=nn.Sequential(conv(), nn.ReLU()), head=conv(4)))
         fired: list[str] = []
@@ -615,6 +678,35 @@ class TestUntraceable:
         assert int8[1].seen == 3
         assert net[1].seen == 2
         assert len(report(int8).int8_layers) == 2
+
+    @pytest.mark.parametrize("kind", ["element", "part", "view", "random"])
+    def test_what_a_graph_would_not_repeat_is_called_in_one_piece(self, kind: str) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv(4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.a(x)
+                if kind == "element":
+                    y[:, 0] = 0
+                elif kind == "part":
+                    y[:, 1:3].mul_(5)
+                elif kind == "view":
+                    y.flatten(1).add_(3)
+                elif kind == "random":
+                    y = y + torch.rand(4, 1, 1) * 1e-9
+                return self.b(y)
+
+        net = Net()
+        random = torch.get_rng_state()
+        with pytest.warns(UserWarning, match=r"Net cannot be traced at .*test_capture\.py.*(would not|assignment)"):
+            prepare(copy.deepcopy(net))
+        assert kind != "random" or torch.equal(torch.get_rng_state(), random)
+        if kind != "random":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                check(net, call(image()))
 
     def test_nothing_left_names_the_code(self) -> None:
         class Net(nn.Module):
