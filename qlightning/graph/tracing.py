@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import operator
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
 
 from qlightning.fake_quantize import FakeQuantize
 from qlightning.nn.qat import QATLayer, layer_type
@@ -140,7 +143,8 @@ def trace(
         module.__class__ = type(original.__name__, (own_class,), {"forward": namespace["forward"]})
         for m, _, _ in before.values():
             m.training = training
-        graph = tracer.trace(module)
+        with _recording_factories():
+            graph = tracer.trace(module)
     except TraceError:
         raise
     except Exception as error:
@@ -164,6 +168,34 @@ def trace(
         raise TraceError(TraceFailure("", original.__name__, _source_of(original), str(error))) from error
     graph.eliminate_dead_code(is_impure_node=_keeps)
     return graph
+
+
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+
+
+@contextmanager
+def _recording_factories() -> Iterator[None]:
+    """Records calls that make a tensor of a size known at run time, which torch.fx does not see by itself."""
+
+    def recording(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            flat, _ = tree_flatten((args, kwargs))
+            proxy = next((value for value in flat if isinstance(value, fx.Proxy)), None)
+            if proxy is None:
+                return factory(*args, **kwargs)
+            return proxy.tracer.create_proxy("call_function", factory, args, kwargs)
+
+        return record
+
+    factories = {name: getattr(torch, name) for name in _FACTORIES}
+    try:
+        for name, factory in factories.items():
+            setattr(torch, name, recording(factory))
+        yield
+    finally:
+        for name, factory in factories.items():
+            setattr(torch, name, factory)
 
 
 def _restore(before: dict[str, tuple[nn.Module, bool, dict[str, Any]]]) -> tuple[str, str] | None:

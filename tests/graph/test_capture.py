@@ -429,6 +429,23 @@ class TestCalls:
         unprepare(net)
         assert list(net.state_dict()) == keys
 
+    @pytest.mark.filterwarnings("error")
+    def test_tensors_made_of_a_size_known_at_run_time(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.position, self.fc = conv(), nn.Embedding(64, 4), nn.Linear(4, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.a(x).flatten(2).transpose(1, 2)
+                b, n, c = x.shape
+                x = x + self.position(torch.arange(n, device=x.device))
+                x = torch.cat([torch.zeros(b, 1, c), x, torch.full((b, 2, c), 0.5)], 1)
+                return self.fc(x) * torch.ones(x.size(1), 1)
+
+        int8 = check(Net(), call(image()))
+        assert int8(torch.randn(3, 3, 5, 5)).shape == (3, 28, 3)
+
     @pytest.mark.parametrize(
         "pick",
         [
