@@ -207,7 +207,10 @@ class _RootConversion:
             if isinstance(module, QATLayer) and path and path not in int8 and not self._in_other_root(path):
                 # A layer under two names is one layer in int8, too.
                 other = placed.get(id(module))
-                _set_submodule(self._root, path, self._root.get_submodule(other) if other else _float_copy(module))
+                layer = self._root.get_submodule(other) if other else _float_copy(module)
+                if path not in called and not other:
+                    layer.__dict__["_float_reason"] = "called in training only"
+                _set_submodule(self._root, path, layer)
         for path, module in list(self._root.named_modules()):
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and path in self._folded and path not in called:
                 _set_submodule(self._root, path, nn.Identity())

@@ -123,6 +123,6 @@ def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport 
         if isinstance(alone, QuantizedLayer):
             return LayerReport(name, alone.kind, True, scheme=alone.scheme, kernel=alone.kernel)
         kind = (layer_type(module) or type(module)).__name__
-        reason = preparation.reasons.get(name, "its input was never observed on a grid")
+        reason = preparation.reasons.get(name) or module.__dict__.get("_float_reason", "its input has no grid")
         return LayerReport(name, kind, False, reason=reason)
     return None
