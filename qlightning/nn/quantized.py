@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qlightning.errors import CaptureError
 from qlightning.fake_quantize import swap_channels
 from qlightning.tensor import QuantizedTensor
 
@@ -51,6 +52,17 @@ class QuantizedLayer(nn.Module):
         self.transposed_groups = transposed_groups
         self.kind, self.scheme, self.kernel = kind, scheme, ""
         self._packings: list[tuple[str, Any]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Has no meaning of its own: the grids of its input and its output are in the graph of the model.
+
+        Raises:
+            CaptureError: Always; says what to call instead.
+        """
+        raise CaptureError(
+            f"An int8 {self.kind or 'layer'} runs inside the graph of the model that was captured: call that model. "
+            f"To call a part of it on its own, prepare that part."
+        )
 
     def weight(self) -> QuantizedTensor:
         """The weight, in the layout of the float layer.

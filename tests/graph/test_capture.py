@@ -763,6 +763,44 @@ class TestUntraceable:
         with pytest.raises(ConfigError, match=r"DataParallel.*prepare first"):
             prepare(nn.DataParallel(nn.Sequential(conv())))
 
+    def test_a_model_under_ddp_is_refused(self) -> None:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(conv()))
+            with pytest.raises(ConfigError, match=r"wrapped by DDP.*prepare first"):
+                prepare(wrapped)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    def test_models_inside_models_keep_their_classes(self) -> None:
+        class Inner(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.scale = conv(), 2.0
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.a(x) * self.scale
+
+            def score(self, x: Tensor) -> Tensor:
+                return self(x).mean()
+
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.b = Inner(), conv(4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.b(self.inner(x))
+
+        net = Outer()
+        int8 = check(net, call(image()))
+        for model in (net, int8):
+            assert isinstance(model.inner, Inner)
+            assert model.inner.scale == 2.0
+        assert net.inner.score(image()).ndim == 0
+        with pytest.raises(CaptureError, match="call that model"):
+            int8.inner.score(image())
+
     @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
     def test_a_scripted_part_stays_float(self) -> None:
         scripted = torch.jit.trace(nn.Sequential(conv(4)), torch.randn(1, 4, 8, 8))
