@@ -2,7 +2,7 @@
 
     python scripts/bench/coverage.py [--nets resnet18 vit_b_16] [--batch 4] [--json FILE]
 
-Random weights; BatchNorm statistics warmed up by a few forward passes. QAT: two training steps. PTQ: two batches.
+Random weights; BatchNorm statistics warmed up by twelve forward passes. QAT: two training steps. PTQ: two batches.
 The SQNR of int8 is taken against the fake-quantized eval output and against the same weights in float.
 """
 
@@ -66,8 +66,9 @@ def build(name: str, batch: int) -> tuple[nn.Module, list[Tensor]]:
     batches = [torch.randn(batch, 3, size, size) for _ in range(3)]
     net.train()
     with torch.no_grad():
-        for x in batches:
-            net(x)
+        for _ in range(4):
+            for x in batches:
+                net(x)
     return net.eval(), batches
 
 
