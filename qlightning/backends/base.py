@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import platform
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import fx, nn
 
-from qlightning.errors import BackendError, ConfigError, closest
+from qlightning.errors import BackendError
 from qlightning.qconfig import QConfig
 from qlightning.qscheme import QScheme
 
@@ -62,64 +59,6 @@ class Backend:
 
     def __str__(self) -> str:
         return self.name
-
-
-@lru_cache
-def backends() -> dict[str, Backend]:
-    """All backends by name, those that this machine lacks included."""
-    from qlightning.backends import onednn, reference
-
-    return {backend.name: backend for backend in (onednn.build(), reference.build())}
-
-
-def available() -> list[str]:
-    """Names of the backends that this machine can run."""
-    return [name for name, backend in backends().items() if not backend.unavailable]
-
-
-def resolve_backend(backend: str | Backend) -> Backend:
-    """Returns the backend of a name; ``"auto"`` picks by the CPU.
-
-    Raises:
-        ConfigError: No backend has this name.
-        BackendError: This machine cannot run it.
-
-    Example:
-        >>> resolve_backend("reference").name
-        'reference'
-    """
-    if isinstance(backend, Backend):
-        return _usable(backend)
-    if not isinstance(backend, str):
-        raise ConfigError(f"backend={backend!r}: a name or a Backend is needed; here: {', '.join(available())}.")
-    if backend == "auto":
-        return _auto()
-    if backend not in backends():
-        raise ConfigError(
-            f"Unknown backend {backend!r}.{closest(backend, backends())} Available on this machine: "
-            f"auto, {', '.join(available())}."
-        )
-    return _usable(backends()[backend])
-
-
-def _usable(found: Backend) -> Backend:
-    if found.unavailable:
-        raise BackendError(
-            f"Backend {found.name!r} cannot run here: {found.unavailable} Available: {', '.join(available())}."
-        )
-    return found
-
-
-def _auto() -> Backend:
-    onednn = backends()["onednn"]
-    if not onednn.unavailable:
-        return onednn
-    warnings.warn(
-        f"No int8 kernels on this machine ({platform.machine()}: {onednn.unavailable}) The backend is 'reference', "
-        f"which gives the int8 results at float speed.",
-        stacklevel=3,
-    )
-    return backends()["reference"]
 
 
 def cpu_has_int8_dot_products() -> bool:
