@@ -21,7 +21,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6())
-        self.blocks = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Hardswish(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.blocks = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1), nn.Hardswish(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        )
         self.classifier = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:

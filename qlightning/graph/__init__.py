@@ -2,7 +2,8 @@
 
 from qlightning.graph.bind import replace_forward, restore_forward
 from qlightning.graph.convert import convert, convert_standalone
-from qlightning.graph.prepare import captured_roots, is_prepared, prepare, unprepare
+from qlightning.graph.preparation import captured_roots, is_prepared
+from qlightning.graph.prepare import prepare, unprepare
 
 __all__ = [
     "captured_roots",

@@ -13,7 +13,8 @@ from torch import nn
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
 from qlightning.fake_quantize import calibrating
 from qlightning.graph.bind import BoundModule
-from qlightning.graph.prepare import is_prepared, module_device
+from qlightning.graph.capture import module_device
+from qlightning.graph.preparation import is_prepared
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from qlightning.backends import Backend, resolve_backend
 from qlightning.errors import BackendError, CalibrationError, ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qlightning.graph.bind import GRAPH_MODULES, BoundModule, Captured, Program, bind
-from qlightning.graph.prepare import Preparation, PreparedModule, is_prepared
+from qlightning.graph.preparation import Preparation, PreparedModule, is_prepared
 from qlightning.graph.qdq import GraphConversion
 from qlightning.nn.qat import QATLayer, swap_out
 from qlightning.nn.quantized import QuantizedLayer

@@ -2,205 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
+import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from qlightning.backends import Backend, resolve_backend
 from qlightning.errors import CaptureError, ConfigError
-from qlightning.fake_quantize import FakeQuantize, fake_quantizers, set_observers
-from qlightning.graph.bind import GRAPH_MODULES, BoundModule, Captured, Program, bind, unbind
-from qlightning.graph.capture import Capture, CapturedRoot, capture, module_device
-from qlightning.graph.patterns import Plan, plan
+from qlightning.fake_quantize import fake_quantizers
+from qlightning.graph.bind import GRAPH_MODULES, Captured, Program, bind, unbind
+from qlightning.graph.capture import Capture, CapturedRoot, capture
+from qlightning.graph.insert import GraphPreparer
+from qlightning.graph.preparation import Preparation, PreparedModule, float_reasons, is_prepared
 from qlightning.graph.signature import CallSpec
-from qlightning.graph.tracing import TraceFailure, has_layers, trace
-from qlightning.nn.qat import QATLayer, build_weight_fake_quant, check_layer, layer_type, swap_in, swap_out
+from qlightning.graph.tracing import TraceFailure
+from qlightning.nn.qat import QATLayer, check_layer, layer_type, swap_in, swap_out
 from qlightning.qconfig import Mode, Pattern, QConfig, Resolver
-from qlightning.vocabulary import LAYER_FUNCTIONS, Kind, Vocabulary, argument
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """How a model was prepared.
-
-    Attributes:
-        qconfig: The settings as the backend has adapted them.
-        backend: The backend.
-        mode: "qat" or "ptq".
-        reasons: Why a layer stays float, by its name.
-        failures: Modules whose forward could not be traced.
-    """
-
-    qconfig: QConfig
-    backend: Backend
-    mode: Mode
-    reasons: dict[str, str] = field(default_factory=dict)
-    failures: tuple[TraceFailure, ...] = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
-        return self
-
-
-class PreparedModule(BoundModule):
-    """Marks a module whose forward runs graphs with fake-quantizers."""
-
-
-class GraphPreparer:
-    """Puts fake-quantizers into the graphs of one root, those that are traced later too.
-
-    Args:
-        path: Name of the root below the model.
-        resolver: Answers which QConfig a name has.
-        mode: "qat" or "ptq".
-        leaves: Names of modules that are called in one piece.
-    """
-
-    def __init__(self, path: str, resolver: Resolver, mode: Mode, leaves: frozenset[str]) -> None:
-        self._path = path
-        self._resolver = resolver
-        self._mode = mode
-        self._leaves = leaves
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphPreparer:
-        return self
-
-    def trace(self, module: nn.Module, spec: CallSpec, training: bool) -> fx.Graph:
-        """Traces the module for one more way of calling it, and prepares the graph."""
-        captured: Captured = module.__dict__["_captured"]
-        graph = trace(module, captured.original, spec.rebuild, spec.leaf_names, training=training, leaves=self._leaves)
-        self.insert(graph, module)
-        return graph
-
-    def plan(self, graph: fx.Graph, module: nn.Module) -> tuple[Plan, Vocabulary]:
-        """Finds where the grids of a graph go."""
-        ops = Vocabulary(graph, module)
-        floats = {
-            node
-            for node in graph.nodes
-            if node.op == "call_module" and self._resolver.resolve(self._full(str(node.target)))[0] is None
-        }
-        return plan(graph, ops, lambda node: self.qconfig_of(node, ops) is not None, floats), ops
-
-    def qconfig_of(self, layer: fx.Node, ops: Vocabulary) -> QConfig | None:
-        """The settings of a layer's node; None where it stays float."""
-        if layer.op == "call_module":
-            return self._resolver.resolve(self._full(str(layer.target)))[0]
-        weight = argument(layer, 1, "weight")
-        if weight.op == "call_module":
-            weight = weight.args[0]
-        return self._resolver.resolve(self._full(str(weight.target).rpartition(".")[0]))[0]
-
-    def insert(self, graph: fx.Graph, module: nn.Module) -> None:
-        """Puts fake-quantizers into a graph; those of the same name are shared with the module's other graphs."""
-        found, ops = self.plan(graph, module)
-        names = _call_names(graph)
-        for node in found.grids:
-            block = found.blocks.get(node)
-            head = block.head if block is not None else node
-            source = ops[node].kind is Kind.SOURCE
-            name = f"{names[found.consumers[node]]}_input" if source else names[head]
-            fq = self._fake_quant(module, name, str(head.meta.get("owner", "")))
-            with graph.inserting_after(node):
-                inserted = graph.call_module(f"{GRAPH_MODULES}.{fq}", (node,))
-            node.replace_all_uses_with(inserted, delete_user_cb=lambda user, own=inserted: user is not own)  # type: ignore[misc]
-        self._keep_constants(graph, module)
-        for node in list(graph.nodes):
-            if node.op == "call_function" and ops_kind(ops, node) is Kind.LAYER:
-                self._insert_weight(graph, node, module, ops)
-        if self._mode == "ptq":
-            set_observers(module, False)  # calibrate alone moves the ranges
-        graph.lint()
-
-    def _keep_constants(self, graph: fx.Graph, module: nn.Module) -> None:
-        """Gives the tensors that a forward has made a place that moves with the model and is not saved."""
-        modules = self._graph_modules(module)
-        for node in [node for node in graph.nodes if "constant" in node.meta]:
-            value = node.meta.pop("constant")
-            own = dict(modules.named_buffers(recurse=False))
-            same = (n for n, t in own.items() if t.dtype == value.dtype and torch.equal(t.cpu(), value.cpu()))
-            name = next(same, f"constant_{len(own)}")
-            if name not in own:
-                modules.register_buffer(name, value.clone(), persistent=False)
-            node.target = f"{GRAPH_MODULES}.{name}"
-            with graph.inserting_after(node):  # the forward makes it anew each time, and may change it in place
-                fresh = graph.call_method("clone", (node,))
-            node.replace_all_uses_with(fresh, delete_user_cb=lambda user, own=fresh: user is not own)
-
-    def _insert_weight(self, graph: fx.Graph, node: fx.Node, module: nn.Module, ops: Vocabulary) -> None:
-        """A weight fake-quantizer for a layer that is called as a function."""
-        weight, qconfig = argument(node, 1, "weight"), self.qconfig_of(node, ops)
-        if weight.op != "get_attr" or qconfig is None:
-            return
-        name = _identifier(f"{weight.target}_grid")
-        modules = self._graph_modules(module)
-        if name not in modules:
-            base = LAYER_FUNCTIONS[str(getattr(node.target, "__name__", ""))]
-            transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
-            owner, _, attribute = str(weight.target).rpartition(".")
-            fq = build_weight_fake_quant(
-                getattr(module.get_submodule(owner), attribute),
-                self._full(str(weight.target)),
-                qconfig,
-                argument(node, 6, "groups", 1) if transposed else None,
-            )
-            modules[name] = fq.train(module.training)
-        with graph.inserting_after(weight):
-            inserted = graph.call_module(f"{GRAPH_MODULES}.{name}", (weight,))
-        node.replace_input_with(weight, inserted)
-
-    def _fake_quant(self, module: nn.Module, name: str, owner: str) -> str:
-        modules = self._graph_modules(module)
-        key = _identifier(name)
-        if key not in modules:
-            qconfig = self._resolver.resolve(self._full(owner))[0] or self._resolver.resolve("")[0] or QConfig()
-            fq = FakeQuantize(qconfig.activation, qconfig.build_activation_observer(self._mode), self._full(name))
-            modules[key] = fq.to(module_device(module)).train(module.training)
-        return key
-
-    @staticmethod
-    def _graph_modules(module: nn.Module) -> nn.ModuleDict:
-        if GRAPH_MODULES not in module._modules:
-            module.add_module(GRAPH_MODULES, nn.ModuleDict().train(module.training))
-        modules = module._modules[GRAPH_MODULES]
-        assert isinstance(modules, nn.ModuleDict)
-        return modules
-
-    def _full(self, name: str) -> str:
-        return f"{self._path}.{name}" if self._path and name else self._path or name
-
-
-def ops_kind(ops: Vocabulary, node: fx.Node) -> Kind | None:
-    """The kind of a node that the vocabulary knows; None for one inserted later."""
-    try:
-        return ops[node].kind
-    except KeyError:
-        return None
-
-
-def _identifier(name: str) -> str:
-    name = re.sub(r"\W", "_", name)
-    return f"{name}_" if hasattr(nn.ModuleDict(), name) else name  # "float", "keys": attributes of every ModuleDict
-
-
-def _call_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """A name for every call: the module called or the code it stands in, numbered where there are several."""
-    seen: dict[str, int] = defaultdict(int)
-    names = {}
-    for node in graph.nodes:
-        if node.op == "call_module":
-            base = str(node.target)
-        else:
-            target = str(getattr(node.target, "__name__", node.target)).strip("_")
-            owner = node.meta.get("owner", "")
-            base = f"{owner}.{target}" if owner else target
-        names[node] = f"{base}_{seen[base]}" if seen[base] else base
-        seen[base] += 1
-    return names
+from qlightning.vocabulary import Kind
 
 
 @torch.no_grad()
@@ -265,7 +85,7 @@ def prepare(
         except BaseException:
             _undo(model)
             raise
-    reasons = _float_reasons(model, captured, resolver, called)
+    reasons = float_reasons(model, resolver, called)
     model.__dict__["_preparation"] = Preparation(settings, chosen, mode, reasons, tuple(captured.failures))
     if not any(True for _ in fake_quantizers(model)):
         _undo(model)
@@ -316,7 +136,7 @@ def _check(model: nn.Module, captured: Capture, resolver: Resolver) -> None:
         if layer_type(module) is not None and resolver.resolve(name)[0] is not None:
             check_layer(name or type(module).__name__, module)
     if not captured.roots:
-        reasons = _float_reasons(model, captured, resolver, set())
+        reasons = float_reasons(model, resolver, set())
         _nothing(model, reasons, captured.failures)
 
 
@@ -330,40 +150,7 @@ def _nothing(model: nn.Module, reasons: dict[str, str], failures: Iterable[Trace
     raise ConfigError(f"{kind} has nothing to quantize: no convolution and no linear layer.")
 
 
-def _float_reasons(model: nn.Module, captured: Capture, resolver: Resolver, called: set[str]) -> dict[str, str]:
-    """Why each layer that is not in a graph stays float."""
-    reasons: dict[str, str] = {}
-    for name, module in model.named_modules():
-        base = next((cls for cls in type(module).__mro__ if cls in (nn.Linear, *CONV_TYPES)), None)
-        if base is None or name in called or isinstance(module, QATLayer):
-            continue
-        config, reason = resolver.resolve(name)
-        if config is None:
-            reasons[name] = reason
-        elif inside := _opaque_parent(model, name):
-            reasons[name] = f"inside {inside}, which torch calls in one piece"
-        elif layer_type(module) is None:
-            reasons[name] = f"{type(module).__name__} has a forward of its own"
-        else:
-            reasons[name] = "not called as a module by the forward that was traced"
-    return reasons
-
-
-CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def _opaque_parent(model: nn.Module, name: str) -> str | None:
-    while name:
-        name = name.rpartition(".")[0]
-        parent = model.get_submodule(name)
-        if not has_layers(parent) and type(parent).__module__.startswith("torch.nn.modules."):
-            return type(parent).__name__
-    return None
-
-
 def _warn_failures(failures: Iterable[TraceFailure]) -> None:
-    import warnings
-
     for failure in failures:
         warnings.warn(
             f"{failure}. It is called in one piece, in float; its parts are quantized on their own.", stacklevel=3
@@ -405,13 +192,3 @@ def _leave_fast_path(model: nn.Module) -> None:
             before = {name: vars(module)[name] for name in settings if name in vars(module)}
             vars(module).update({name: settings[name] for name in before})
             module.__dict__["_fast_path"] = before
-
-
-def is_prepared(module: nn.Module) -> bool:
-    """Whether a module, or a part of it, is prepared."""
-    return any(isinstance(m, PreparedModule) for m in module.modules())
-
-
-def captured_roots(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules at or below a module whose forward runs graphs, with their names."""
-    return [(name, m) for name, m in module.named_modules() if isinstance(m, BoundModule)]  # type: ignore[misc]

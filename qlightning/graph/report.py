@@ -8,7 +8,7 @@ from torch import nn
 
 from qlightning.errors import ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
-from qlightning.graph.prepare import CONV_TYPES, Preparation
+from qlightning.graph.preparation import CONV_TYPES, Preparation
 from qlightning.nn.qat import QATLayer, layer_type
 from qlightning.nn.quantized import QuantizedLayer
 

@@ -1,0 +1,173 @@
+"""Fake-quantizers in the graphs of a module: on the edges that the plan names, and on weights of function calls."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from qlightning.fake_quantize import FakeQuantize, set_observers
+from qlightning.graph.bind import GRAPH_MODULES, Captured
+from qlightning.graph.capture import module_device
+from qlightning.graph.patterns import Plan, plan
+from qlightning.graph.signature import CallSpec
+from qlightning.graph.tracing import trace
+from qlightning.nn.qat import build_weight_fake_quant
+from qlightning.qconfig import Mode, QConfig, Resolver
+from qlightning.vocabulary import LAYER_FUNCTIONS, Kind, Vocabulary, argument
+
+
+class GraphPreparer:
+    """Puts fake-quantizers into the graphs of one root, those that are traced later too.
+
+    Args:
+        path: Name of the root below the model.
+        resolver: Answers which QConfig a name has.
+        mode: "qat" or "ptq".
+        leaves: Names of modules that are called in one piece.
+    """
+
+    def __init__(self, path: str, resolver: Resolver, mode: Mode, leaves: frozenset[str]) -> None:
+        self._path = path
+        self._resolver = resolver
+        self._mode = mode
+        self._leaves = leaves
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphPreparer:
+        return self
+
+    def trace(self, module: nn.Module, spec: CallSpec, training: bool) -> fx.Graph:
+        """Traces the module for one more way of calling it, and prepares the graph."""
+        captured: Captured = module.__dict__["_captured"]
+        graph = trace(module, captured.original, spec.rebuild, spec.leaf_names, training=training, leaves=self._leaves)
+        self.insert(graph, module)
+        return graph
+
+    def plan(self, graph: fx.Graph, module: nn.Module) -> tuple[Plan, Vocabulary]:
+        """Finds where the grids of a graph go."""
+        ops = Vocabulary(graph, module)
+        floats = {
+            node
+            for node in graph.nodes
+            if node.op == "call_module" and self._resolver.resolve(self._full(str(node.target)))[0] is None
+        }
+        return plan(graph, ops, lambda node: self.qconfig_of(node, ops) is not None, floats), ops
+
+    def qconfig_of(self, layer: fx.Node, ops: Vocabulary) -> QConfig | None:
+        """The settings of a layer's node; None where it stays float."""
+        if layer.op == "call_module":
+            return self._resolver.resolve(self._full(str(layer.target)))[0]
+        weight = argument(layer, 1, "weight")
+        if weight.op == "call_module":
+            weight = weight.args[0]
+        return self._resolver.resolve(self._full(str(weight.target).rpartition(".")[0]))[0]
+
+    def insert(self, graph: fx.Graph, module: nn.Module) -> None:
+        """Puts fake-quantizers into a graph; those of the same name are shared with the module's other graphs."""
+        found, ops = self.plan(graph, module)
+        names = _call_names(graph)
+        for node in found.grids:
+            block = found.blocks.get(node)
+            head = block.head if block is not None else node
+            source = ops[node].kind is Kind.SOURCE
+            name = f"{names[found.consumers[node]]}_input" if source else names[head]
+            fq = self._fake_quant(module, name, str(head.meta.get("owner", "")))
+            with graph.inserting_after(node):
+                inserted = graph.call_module(f"{GRAPH_MODULES}.{fq}", (node,))
+            node.replace_all_uses_with(inserted, delete_user_cb=lambda user, own=inserted: user is not own)  # type: ignore[misc]
+        self._keep_constants(graph, module)
+        for node in list(graph.nodes):
+            if node.op == "call_function" and ops_kind(ops, node) is Kind.LAYER:
+                self._insert_weight(graph, node, module, ops)
+        if self._mode == "ptq":
+            set_observers(module, False)  # calibrate alone moves the ranges
+        graph.lint()
+
+    def _keep_constants(self, graph: fx.Graph, module: nn.Module) -> None:
+        """Gives the tensors that a forward has made a place that moves with the model and is not saved."""
+        modules = self._graph_modules(module)
+        for node in [node for node in graph.nodes if "constant" in node.meta]:
+            value = node.meta.pop("constant")
+            own = dict(modules.named_buffers(recurse=False))
+            same = (n for n, t in own.items() if t.dtype == value.dtype and torch.equal(t.cpu(), value.cpu()))
+            name = next(same, f"constant_{len(own)}")
+            if name not in own:
+                modules.register_buffer(name, value.clone(), persistent=False)
+            node.target = f"{GRAPH_MODULES}.{name}"
+            with graph.inserting_after(node):  # the forward makes it anew each time, and may change it in place
+                fresh = graph.call_method("clone", (node,))
+            node.replace_all_uses_with(fresh, delete_user_cb=lambda user, own=fresh: user is not own)
+
+    def _insert_weight(self, graph: fx.Graph, node: fx.Node, module: nn.Module, ops: Vocabulary) -> None:
+        """A weight fake-quantizer for a layer that is called as a function."""
+        weight, qconfig = argument(node, 1, "weight"), self.qconfig_of(node, ops)
+        if weight.op != "get_attr" or qconfig is None:
+            return
+        name = _identifier(f"{weight.target}_grid")
+        modules = self._graph_modules(module)
+        if name not in modules:
+            base = LAYER_FUNCTIONS[str(getattr(node.target, "__name__", ""))]
+            transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
+            owner, _, attribute = str(weight.target).rpartition(".")
+            fq = build_weight_fake_quant(
+                getattr(module.get_submodule(owner), attribute),
+                self._full(str(weight.target)),
+                qconfig,
+                argument(node, 6, "groups", 1) if transposed else None,
+            )
+            modules[name] = fq.train(module.training)
+        with graph.inserting_after(weight):
+            inserted = graph.call_module(f"{GRAPH_MODULES}.{name}", (weight,))
+        node.replace_input_with(weight, inserted)
+
+    def _fake_quant(self, module: nn.Module, name: str, owner: str) -> str:
+        modules = self._graph_modules(module)
+        key = _identifier(name)
+        if key not in modules:
+            qconfig = self._resolver.resolve(self._full(owner))[0] or self._resolver.resolve("")[0] or QConfig()
+            fq = FakeQuantize(qconfig.activation, qconfig.build_activation_observer(self._mode), self._full(name))
+            modules[key] = fq.to(module_device(module)).train(module.training)
+        return key
+
+    @staticmethod
+    def _graph_modules(module: nn.Module) -> nn.ModuleDict:
+        if GRAPH_MODULES not in module._modules:
+            module.add_module(GRAPH_MODULES, nn.ModuleDict().train(module.training))
+        modules = module._modules[GRAPH_MODULES]
+        assert isinstance(modules, nn.ModuleDict)
+        return modules
+
+    def _full(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path and name else self._path or name
+
+
+def ops_kind(ops: Vocabulary, node: fx.Node) -> Kind | None:
+    """The kind of a node that the vocabulary knows; None for one inserted later."""
+    try:
+        return ops[node].kind
+    except KeyError:
+        return None
+
+
+def _identifier(name: str) -> str:
+    name = re.sub(r"\W", "_", name)
+    return f"{name}_" if hasattr(nn.ModuleDict(), name) else name  # "float", "keys": attributes of every ModuleDict
+
+
+def _call_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """A name for every call: the module called or the code it stands in, numbered where there are several."""
+    seen: dict[str, int] = defaultdict(int)
+    names = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            base = str(node.target)
+        else:
+            target = str(getattr(node.target, "__name__", node.target)).strip("_")
+            owner = node.meta.get("owner", "")
+            base = f"{owner}.{target}" if owner else target
+        names[node] = f"{base}_{seen[base]}" if seen[base] else base
+        seen[base] += 1
+    return names

@@ -1,0 +1,81 @@
+"""Preparation: how a model was prepared, and why some of its layers stay float."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from qlightning.backends import Backend
+from qlightning.graph.bind import BoundModule
+from qlightning.graph.tracing import TraceFailure, has_layers
+from qlightning.nn.qat import QATLayer, layer_type
+from qlightning.qconfig import Mode, QConfig, Resolver
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How a model was prepared.
+
+    Attributes:
+        qconfig: The settings as the backend has adapted them.
+        backend: The backend.
+        mode: "qat" or "ptq".
+        reasons: Why a layer stays float, by its name.
+        failures: Modules whose forward could not be traced.
+    """
+
+    qconfig: QConfig
+    backend: Backend
+    mode: Mode
+    reasons: dict[str, str] = field(default_factory=dict)
+    failures: tuple[TraceFailure, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
+        return self
+
+
+class PreparedModule(BoundModule):
+    """Marks a module whose forward runs graphs with fake-quantizers."""
+
+
+def is_prepared(module: nn.Module) -> bool:
+    """Whether a module, or a part of it, is prepared."""
+    return any(isinstance(m, PreparedModule) for m in module.modules())
+
+
+def captured_roots(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules at or below a module whose forward runs graphs, with their names."""
+    return [(name, m) for name, m in module.named_modules() if isinstance(m, BoundModule)]  # type: ignore[misc]
+
+
+def float_reasons(model: nn.Module, resolver: Resolver, called: set[str]) -> dict[str, str]:
+    """Why each layer that is not in a graph stays float."""
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        base = next((cls for cls in type(module).__mro__ if cls in (nn.Linear, *CONV_TYPES)), None)
+        if base is None or name in called or isinstance(module, QATLayer):
+            continue
+        config, reason = resolver.resolve(name)
+        if config is None:
+            reasons[name] = reason
+        elif inside := _opaque_parent(model, name):
+            reasons[name] = f"inside {inside}, which torch calls in one piece"
+        elif layer_type(module) is None:
+            reasons[name] = f"{type(module).__name__} has a forward of its own"
+        else:
+            reasons[name] = "not called as a module by the forward that was traced"
+    return reasons
+
+
+CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def _opaque_parent(model: nn.Module, name: str) -> str | None:
+    while name:
+        name = name.rpartition(".")[0]
+        parent = model.get_submodule(name)
+        if not has_layers(parent) and type(parent).__module__.startswith("torch.nn.modules."):
+            return type(parent).__name__
+    return None
