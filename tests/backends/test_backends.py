@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, report
-from qlightning.backends import available, backends, base, resolve_backend
+from qlightning.backends import available, backends, registry, resolve_backend
 from qlightning.errors import BackendError, ConfigError
 from qlightning.observers import MinMaxObserver
 
@@ -22,19 +22,19 @@ BACKENDS = [name for name in ("onednn", "reference") if name in available()]
 def no_int8_dot_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU that adds int8 products up in 16 bits."""
     found = {name: replace(b, reduced="weight" if name == "onednn" else None) for name, b in backends().items()}
-    monkeypatch.setattr(base, "backends", lambda: found)
+    monkeypatch.setattr(registry, "backends", lambda: found)
 
 
 @pytest.fixture
 def int8_dot_products(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: replace(b, reduced=None) for name, b in backends().items()}
-    monkeypatch.setattr(base, "backends", lambda: found)
+    monkeypatch.setattr(registry, "backends", lambda: found)
 
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {n: replace(b, unavailable="no kernels." if n == "onednn" else "") for n, b in backends().items()}
-    monkeypatch.setattr(base, "backends", lambda: found)
+    monkeypatch.setattr(registry, "backends", lambda: found)
 
 
 class TestChoice:
@@ -69,7 +69,7 @@ class TestChoice:
 class TestSchemes:
     @pytest.mark.usefixtures("no_int8_dot_products")
     def test_weights_get_one_bit_less_where_kernels_would_saturate(self) -> None:
-        backend = base.backends()["onednn"]
+        backend = registry.backends()["onednn"]
         adapted = backend.adapt(QConfig(overrides={"a": QConfig(), "b": None}))
         assert adapted.weight.bits == 7
         assert adapted.activation.bits == 8
@@ -82,7 +82,7 @@ class TestSchemes:
 
     @pytest.mark.usefixtures("int8_dot_products")
     def test_all_bits_are_used_where_nothing_saturates(self) -> None:
-        assert base.backends()["onednn"].adapt(QConfig()) == QConfig()
+        assert registry.backends()["onednn"].adapt(QConfig()) == QConfig()
 
     def test_the_reference_takes_all(self) -> None:
         qconfig = QConfig(activation=QScheme(axis=1), weight=QScheme(signed=False))
