@@ -87,13 +87,10 @@ def table(metrics: Metrics) -> Table:
     return shown
 
 
-def comparison(runs: Mapping[str, Metrics], title: str = "") -> Table:
-    """Shows the figures of several runs, by what distinguishes them."""
-    shown = Table("run", "float", "fake-quantized", "int8", "size (MB)", "latency (ms)", title=title)
-    for name, metrics in runs.items():
-        accuracies = (_percent(metrics[kind]["accuracy"]) for kind in ("float", "fake_quant", "int8"))
-        shown.add_row(name, *accuracies, *(_number(metrics["int8"][key]) for key in ("size_mb", "latency_ms")))
-    return shown
+def summary(metrics: Metrics) -> tuple[str, ...]:
+    """Words the figures of one run in a line: the three accuracies, the size and the latency in int8."""
+    accuracies = (_percent(metrics[kind]["accuracy"]) for kind in ("float", "fake_quant", "int8"))
+    return (*accuracies, *(_number(metrics["int8"][key]) for key in ("size_mb", "latency_ms")))
 
 
 def _percent(fraction: float) -> str:

@@ -60,7 +60,8 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
     float_accuracy = stages.test(stages.task(float_net))
 
     if isinstance(quantization, QuantizationAwareTraining):
-        int8_accuracy = stages.test(stages.fit(net, "qat_training", callbacks))
+        teacher = float_net if config.qat_training.distill else None
+        int8_accuracy = stages.test(stages.fit(net, "qat_training", callbacks, teacher))
     else:
         int8_accuracy = stages.test(stages.task(net), callbacks)
     int8_net = quantization.int8_model
@@ -106,15 +107,21 @@ class _Stages:
         self.data.prepare_data()
         self.data.setup()
 
-    def task(self, net: nn.Module, training: str = "") -> ClassificationTask:
-        """Puts a net into a task; with the optimizer of ``training`` where it is to be trained."""
-        return ClassificationTask(net, self.data.num_classes, *self._rates.get(training, ()))
+    def task(self, net: nn.Module) -> ClassificationTask:
+        """Puts a net into a task that only evaluates it."""
+        return ClassificationTask(net, self.data.num_classes)
 
-    def fit(self, net: nn.Module, training: str, callbacks: list[pl.Callback] | None = None) -> ClassificationTask:
+    def fit(
+        self,
+        net: nn.Module,
+        training: str,
+        callbacks: list[pl.Callback] | None = None,
+        teacher: nn.Module | None = None,
+    ) -> ClassificationTask:
         """Trains a net, in place, as ``training`` says."""
         epochs = self._config[training].epochs
         _log.info("%s: %s epochs", training, epochs)
-        task = self.task(net, training)
+        task = ClassificationTask(net, self.data.num_classes, *self._rates[training], teacher)
         trainer = self._trainer(callbacks, max_epochs=epochs)
         trainer.fit(task, datamodule=self.data)
         return task

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,7 +18,9 @@ ScheduleFactory = Callable[[Optimizer, int], LRScheduler]
 
 
 class ClassificationTask(pl.LightningModule):
-    """Trains ``net`` with cross entropy; logs ``train/loss``, ``val/accuracy`` and ``test/accuracy`` (fractions).
+    """Trains ``net`` with cross entropy, or to answer as a teacher does.
+
+    Logs ``train/loss``, ``val/accuracy`` and ``test/accuracy``; accuracies are fractions.
 
     Args:
         net: Images to logits (N, ``num_classes``).
@@ -25,6 +28,8 @@ class ClassificationTask(pl.LightningModule):
         optimizer: Parameters to optimizer; None where the task is only evaluated.
         schedule: Optimizer and number of steps to a scheduler that is stepped after each batch; None for a constant
             rate.
+        teacher: A trained net whose answers are learnt in place of the labels: the loss is the Kullback-Leibler
+            divergence from its class probabilities. It is not part of the task: nothing trains, quantizes or saves it.
     """
 
     def __init__(
@@ -33,11 +38,13 @@ class ClassificationTask(pl.LightningModule):
         num_classes: int,
         optimizer: OptimizerFactory | None = None,
         schedule: ScheduleFactory | None = None,
+        teacher: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.net = net
         self._optimizer = optimizer
         self._schedule = schedule
+        self._teacher = (teacher,)  # in a tuple, so that it is no submodule
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
@@ -46,7 +53,9 @@ class ClassificationTask(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
+        logits = self(images)
+        (teacher,) = self._teacher
+        loss = F.cross_entropy(logits, labels) if teacher is None else _distillation_loss(images, logits, teacher)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
@@ -67,3 +76,9 @@ class ClassificationTask(pl.LightningModule):
             return optimizer
         scheduler = self._schedule(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _distillation_loss(images: Tensor, logits: Tensor, teacher: nn.Module) -> Tensor:
+    with torch.no_grad():
+        answers = teacher.to(images.device).eval()(images)
+    return F.kl_div(logits.log_softmax(1), answers.log_softmax(1), reduction="batchmean", log_target=True)

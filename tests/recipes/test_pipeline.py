@@ -12,7 +12,7 @@ from qlightning.errors import ConfigError
 from recipes import metrics
 from recipes.models import resnet_cifar
 from recipes.pipeline import run
-from recipes.sweep import collect
+from recipes.sweep import Run, collect, comparison
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ("trainer=fast", "float_training.epochs=1", "qat_training.epochs=1", "data.size=8", "backend=reference")
@@ -131,15 +131,24 @@ def test_a_sweep_ends_in_one_table_of_its_runs(tmp_path):
         text=True,
         check=False,
         timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     runs = collect(tmp_path)
-    assert list(runs) == [f"observer@activation_observer={name}" for name in ("minmax", "moving_average")]
-    end = done.stdout[done.stdout.rindex(str(tmp_path)) :]
-    for name, result in runs.items():
-        row = next(line for line in end.splitlines() if name in line)
-        assert f"{100 * result['int8']['accuracy']:.2f} %" in row
+    names = [run.overrides["observer@activation_observer"] for run in runs]
+    assert names == ["minmax", "moving_average"]
+    end = done.stdout.splitlines()[-12:]
+    for name, one in zip(names, runs, strict=True):
+        row = next(line for line in end if name in line)
+        assert all(figure in row for figure in metrics.summary(one.metrics))
+
+
+def test_the_table_of_a_sweep_shows_what_differs_and_nothing_else():
+    figures = {"accuracy": 0.5, "size_mb": 1.0, "latency_ms": 2.0}
+    kinds = dict.fromkeys(("float", "fake_quant", "int8"), figures)
+    runs = [Run({"seed": "0", "model": "a"}, kinds), Run({"seed": "0", "model": "b", "+x": "1"}, kinds)]
+    headers = [column.header for column in comparison(runs).columns]
+    assert headers[:3] == ["model", "+x", "float"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
