@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,9 +10,11 @@ from torch import nn
 
 from qlightning.backends import Backend
 from qlightning.graph.bind import BoundModule
+from qlightning.graph.capture import CapturedRoot
 from qlightning.graph.tracing import TraceFailure, has_layers
 from qlightning.nn.qat import QATLayer, layer_type
 from qlightning.qconfig import Mode, QConfig, Resolver
+from qlightning.vocabulary import function_name
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,12 @@ def captured_roots(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in module.named_modules() if isinstance(m, BoundModule)]  # type: ignore[misc]
 
 
-def float_reasons(model: nn.Module, resolver: Resolver, called: set[str]) -> dict[str, str]:
+def float_reasons(
+    model: nn.Module, resolver: Resolver, called: set[str], roots: Iterable[CapturedRoot]
+) -> dict[str, str]:
     """Why each layer that is not in a graph stays float."""
     reasons: dict[str, str] = {}
+    passed = {name: function for root in roots for name, function in _passed_weights(root)}
     for name, module in model.named_modules():
         base = next((cls for cls in type(module).__mro__ if cls in (nn.Linear, *CONV_TYPES)), None)
         if base is None or name in called or isinstance(module, QATLayer):
@@ -64,12 +70,25 @@ def float_reasons(model: nn.Module, resolver: Resolver, called: set[str]) -> dic
             reasons[name] = f"inside {inside}, which torch calls in one piece"
         elif layer_type(module) is None:
             reasons[name] = f"{type(module).__name__} has a forward of its own"
+        elif name in passed:
+            reasons[name] = f"its weight goes to {passed[name]}(), which is called in one piece"
         else:
             reasons[name] = "not called as a module by the forward that was traced"
     return reasons
 
 
 CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def _passed_weights(root: CapturedRoot) -> Iterator[tuple[str, str]]:
+    """Layers whose weight a graph hands to a function, and the function's name."""
+    for graph in root.graphs.values():
+        for node in graph.nodes:
+            if node.op == "get_attr" and str(node.target).endswith(".weight"):
+                layer = f"{root.path}.{node.target}".removeprefix(".").removesuffix(".weight")
+                functions = [function_name(user.target) for user in node.users if user.op == "call_function"]
+                if functions:
+                    yield layer, functions[0]
 
 
 def _opaque_parent(model: nn.Module, name: str) -> str | None:

@@ -85,7 +85,7 @@ def prepare(
         except BaseException:
             _undo(model)
             raise
-    reasons = float_reasons(model, resolver, called)
+    reasons = float_reasons(model, resolver, called, captured.roots)
     model.__dict__["_preparation"] = Preparation(settings, chosen, mode, reasons, tuple(captured.failures))
     if not any(True for _ in fake_quantizers(model)):
         _undo(model)
@@ -136,7 +136,7 @@ def _check(model: nn.Module, captured: Capture, resolver: Resolver) -> None:
         if layer_type(module) is not None and resolver.resolve(name)[0] is not None:
             check_layer(name or type(module).__name__, module)
     if not captured.roots:
-        reasons = float_reasons(model, resolver, set())
+        reasons = float_reasons(model, resolver, set(), ())
         _nothing(model, reasons, captured.failures)
 
 

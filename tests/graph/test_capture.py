@@ -899,3 +899,24 @@ class Float:
     @staticmethod
     def of(prepared: nn.Module) -> nn.Module:
         return unprepare(copy.deepcopy(prepared)).eval()
+
+
+@torch.fx.wrap
+def attention_in_one_piece(x, weight):
+    return x if x.shape[0] > 100 else nn.functional.linear(x, weight)
+
+
+def test_a_weight_that_goes_to_a_function_is_reported_with_its_name():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return attention_in_one_piece(self.first(x), self.inner.weight)
+
+    net = prepare(Net(), backend="reference")
+    (row,) = report(net).float_layers
+    assert row.name == "inner"
+    assert "attention_in_one_piece()" in row.reason
