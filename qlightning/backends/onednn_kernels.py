@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qlightning.backends.qdq import QParams
+from qlightning.backends.qdq import QParams, ints
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.vocabulary import argument, function_name
 
@@ -46,11 +46,6 @@ def find_post_op(post: list[fx.Node], out: QParams | None, linear: bool) -> tupl
             return None
         return "hardtanh", [low, high], ""
     return name, args, algorithm
-
-
-def ints(value: Any, dims: int) -> list[int]:
-    """A number, or a sequence of them, for every dimension."""
-    return [int(value)] * dims if isinstance(value, int) else [int(v) for v in value] * (dims if len(value) == 1 else 1)
 
 
 def conv_geometry(node: fx.Node, dims: int) -> tuple[list[int], list[int], list[int], int]:

@@ -55,3 +55,8 @@ def layer_path(node: fx.Node) -> str | None:
         assert isinstance(codes, fx.Node)
         return str(codes.target).rpartition(".")[0]
     return None
+
+
+def ints(value: Any, dims: int) -> list[int]:
+    """A number, or a sequence of them, for every dimension."""
+    return [int(value)] * dims if isinstance(value, int) else [int(v) for v in value] * (dims if len(value) == 1 else 1)

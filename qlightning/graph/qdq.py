@@ -18,6 +18,7 @@ from qlightning.backends.qdq import (
     QUANTIZE_PER_CHANNEL,
     QParams,
     aten,
+    ints,
 )
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qlightning.graph.bind import GRAPH_MODULES
@@ -226,20 +227,16 @@ class GraphConversion:
         if padding == "valid":
             padding = none
         if padding == "same":
-            total = [d * (k - 1) for d, k in zip(_each(call.dilation, len(kernel)), kernel, strict=True)]
+            total = [d * (k - 1) for d, k in zip(ints(call.dilation, len(kernel)), kernel, strict=True)]
             margins = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
             if call.padding_mode == "zeros" and all(t % 2 == 0 for t in total):
                 return x, [t // 2 for t in total]
         else:
-            margins = [p for p in reversed(_each(padding, len(kernel))) for _ in range(2)]
+            margins = [p for p in reversed(ints(padding, len(kernel))) for _ in range(2)]
         mode = {"zeros": "constant"}.get(call.padding_mode, call.padding_mode)
         if call.padding_mode == "zeros" and padding != "same":
-            return x, _each(padding, len(kernel))
+            return x, ints(padding, len(kernel))
         return self._new.call_function(F.pad, (x, margins, mode)), none
-
-
-def _each(value: Any, dims: int) -> list[int]:
-    return [int(value)] * dims if isinstance(value, int) else [int(v) for v in value] * (dims if len(value) == 1 else 1)
 
 
 class _ModuleCall:
@@ -264,15 +261,15 @@ class _FunctionCall:
             return
         dims = int(base.__name__[-2])
         transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
-        self.stride = _each(argument(node, 3, "stride", 1), dims)
+        self.stride = ints(argument(node, 3, "stride", 1), dims)
         padding = argument(node, 4, "padding", 0)
-        self.padding = padding if isinstance(padding, str) else _each(padding, dims)
+        self.padding = padding if isinstance(padding, str) else ints(padding, dims)
         if transposed:
-            self.output_padding = _each(argument(node, 5, "output_padding", 0), dims)
+            self.output_padding = ints(argument(node, 5, "output_padding", 0), dims)
             self.groups = argument(node, 6, "groups", 1)
-            self.dilation = _each(argument(node, 7, "dilation", 1), dims)
+            self.dilation = ints(argument(node, 7, "dilation", 1), dims)
         else:
-            self.dilation = _each(argument(node, 5, "dilation", 1), dims)
+            self.dilation = ints(argument(node, 5, "dilation", 1), dims)
             self.groups = argument(node, 6, "groups", 1)
 
 

@@ -107,7 +107,6 @@ def report(model: nn.Module) -> Report:
 
 
 def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport | None:
-    weight_scheme = str(preparation.qconfig.weight)
     if isinstance(module, QuantizedLayer):
         return LayerReport(name, module.kind, True, scheme=module.scheme, kernel=module.kernel)
     if isinstance(module, QATLayer):
@@ -115,7 +114,7 @@ def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport 
         kind = type(module).__name__
         return LayerReport(name, kind, True, scheme=scheme)
     if isinstance(module, WeightFakeQuantize) and "_grid" in name:
-        return LayerReport(module.name, "function", True, scheme=str(module.scheme) or weight_scheme)
+        return LayerReport(module.name, "function", True, scheme=str(module.scheme))
     if isinstance(module, FakeQuantize):
         return None
     if isinstance(module, (nn.Linear, *CONV_TYPES)):
