@@ -6,10 +6,12 @@ from qlightning.backends import Backend
 from qlightning.errors import QuantizationError
 from qlightning.graph import convert, prepare, unprepare
 from qlightning.graph.calibrate import calibrate
+from qlightning.graph.loading import watch_lightning_modules
 from qlightning.graph.report import report
 from qlightning.qconfig import QConfig
 from qlightning.qscheme import QScheme
 from qlightning.quantization import quantize_model
+from qlightning.version import __version__
 
 if TYPE_CHECKING:
     from qlightning.callbacks import PostTrainingQuantization, QuantizationAwareTraining
@@ -21,6 +23,7 @@ __all__ = [
     "QScheme",
     "QuantizationAwareTraining",
     "QuantizationError",
+    "__version__",
     "calibrate",
     "convert",
     "prepare",
@@ -28,6 +31,8 @@ __all__ = [
     "report",
     "unprepare",
 ]
+
+watch_lightning_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -86,6 +86,14 @@ class FakeQuantize(nn.Module):
         self.zero_point.copy_(zero_point)
         self.observed = True
 
+    def reset(self) -> None:
+        """Forgets what was observed; an observer of others forgets where it has ``reset()``."""
+        if callable(reset := getattr(self.observer, "reset", None)):
+            reset()
+        self.scale.zero_()
+        self.zero_point.zero_()
+        self.observed = False
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FakeQuantize:
         scale = self.scale
         super()._apply(fn, recurse)

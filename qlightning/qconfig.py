@@ -20,6 +20,7 @@ Pattern = str | type[nn.Module]
 
 DEFAULT_ACTIVATION = QScheme(signed=False)
 DEFAULT_WEIGHT = QScheme(symmetric=True, axis=0, narrow_range=True)
+DEFAULT_OBSERVERS: Mapping[Mode, ObserverFactory] = {"qat": MovingAverageObserver, "ptq": HistogramObserver}
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,18 @@ class QConfig:
             if override is not None:
                 yield from override.all()
 
+    def with_observers(self, mode: Mode) -> QConfig:
+        """Returns the same settings with the observers of a mode where the defaults are used."""
+        return replace(
+            self,
+            activation_observer=self.activation_observer or DEFAULT_OBSERVERS[mode],
+            weight_observer=self.weight_observer or MinMaxObserver,
+            overrides={pattern: c and c.with_observers(mode) for pattern, c in self.overrides.items()},
+        )
+
     def build_activation_observer(self, mode: Mode) -> nn.Module:
         """Builds the observer of one activation."""
-        default: ObserverFactory = HistogramObserver if mode == "ptq" else MovingAverageObserver
-        return _build(self.activation_observer or default, self.activation)
+        return _build(self.activation_observer or DEFAULT_OBSERVERS[mode], self.activation)
 
     def build_weight_observer(self) -> nn.Module:
         """Builds the observer of one weight."""

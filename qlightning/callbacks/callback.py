@@ -11,11 +11,12 @@ from torch import nn
 from qlightning.backends import Backend, resolve_backend
 from qlightning.callbacks.base import Callback
 from qlightning.callbacks.placement import place_int8, prepared_in_place
-from qlightning.callbacks.preparation import Preparation, cancel_after_configure_model, prepare_targets
+from qlightning.callbacks.preparation import Preparation, adopt_targets, cancel_after_configure_model, prepare_targets
 from qlightning.errors import BackendError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph.report import Report, report
 from qlightning.qconfig import Mode, Pattern, QConfig
+from qlightning.version import __version__
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 
@@ -70,6 +71,7 @@ class QuantizationCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Plain facts about the quantization, for the checkpoint."""
         return {
+            "version": __version__,
             "mode": self.mode,
             "backend": self.backend.name,
             "modules": list(self.prepared),
@@ -92,6 +94,16 @@ class QuantizationCallback(Callback):
         self._preparation = Preparation()
         self.int8_modules = {}
         self._preparation = prepare_targets(pl_module, self.qconfig, self.backend, self.modules, self.mode)
+        self.report = self._report(self.prepared)
+
+    def _adopt(self, pl_module: nn.Module) -> None:
+        """Takes over nets that a checkpoint or the user has prepared.
+
+        Raises:
+            ConfigError: They are prepared in another way than this callback would; lists the differences.
+        """
+        self._preparation = adopt_targets(pl_module, self.qconfig, self.backend, self.modules, self.mode)
+        self.int8_modules = {}
         self.report = self._report(self.prepared)
 
     def _convert(self, pl_module: nn.Module) -> None:

@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from qlightning.callbacks.targets import OWN_FORWARD
 from qlightning.graph import convert, convert_standalone, replace_forward, restore_forward, unprepare
-from qlightning.graph.bind import GRAPH_MODULES
+from qlightning.graph.loading import meet
+from qlightning.graph.state import is_prepared_key
 
 
 @dataclass
@@ -143,12 +144,17 @@ def _exchange(pl_module: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 # Hooks are plain functions: a copy of the LightningModule copies them, and finds no placement of its own.
-def _before_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     placement = _placements.get(module)
     if placement is None or _is_int8_state(placement, state_dict, prefix):
         return
     prepared = _put_back(module, placement)
-    if has_ranges(state_dict):
+    if any(map(is_prepared_key, state_dict)):
+        try:
+            meet(module, state_dict, prefix)
+        except BaseException:
+            _put_int8(module, placement)
+            raise
         placement.loading = True
         return
     # Ranges in place belong to other weights. The hooks go with the next placement: torch is iterating over them.
@@ -177,8 +183,3 @@ def _is_int8_state(placement: Placement, state_dict: Mapping[str, Any], prefix: 
     return bool(names) and all(
         f"{prefix}{name}.{key}" in state_dict for name in names for key in placement.int8[name].state_dict()
     )
-
-
-def has_ranges(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the prepared form."""
-    return any(GRAPH_MODULES in key.split(".") for key in state_dict)

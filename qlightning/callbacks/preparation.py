@@ -9,10 +9,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from qlightning.backends import Backend
 from qlightning.callbacks.base import overrides
 from qlightning.callbacks.placement import place_int8, restore_prepared
 from qlightning.callbacks.targets import find_targets, localize
-from qlightning.graph import is_prepared, prepare, unprepare
+from qlightning.graph import facts, is_prepared, prepare, unprepare
+from qlightning.graph.loading import check_same
 from qlightning.qconfig import Mode, QConfig
 
 # What each prepared module was prepared with, so that another callback can tell whether it can go on with it.
@@ -33,7 +35,7 @@ class Preparation:
     fresh: list[str] = field(default_factory=list)
     was_int8: list[str] = field(default_factory=list)
 
-    def undo(self, pl_module: nn.Module, backend: Any) -> dict[str, nn.Module]:
+    def undo(self, pl_module: nn.Module, backend: Backend) -> dict[str, nn.Module]:
         """Makes float what was in float and int8 what was in int8; nothing is left to undo then.
 
         Returns:
@@ -48,7 +50,7 @@ class Preparation:
 
 
 def prepare_targets(
-    pl_module: nn.Module, qconfig: QConfig, backend: Any, modules: Iterable[str] | None, mode: Mode
+    pl_module: nn.Module, qconfig: QConfig, backend: Backend, modules: Iterable[str] | None, mode: Mode
 ) -> Preparation:
     """Prepares what is to be quantized in a LightningModule; goes on with what is prepared the same way already.
 
@@ -88,6 +90,30 @@ def prepare_targets(
         raise
     preparation.modules = {name: targets[name] for name in configs}
     return preparation
+
+
+def adopt_targets(
+    pl_module: nn.Module, qconfig: QConfig, backend: Backend, modules: Iterable[str] | None, mode: Mode
+) -> Preparation:
+    """Finds the prepared modules of a LightningModule.
+
+    Args:
+        pl_module: Left as it is.
+        qconfig: The settings that they are expected to have, for all of it.
+        backend: The backend that they are expected to be prepared for.
+        modules: Their names; None: all that are there.
+        mode: "qat" or "ptq".
+
+    Raises:
+        ConfigError: One of them is prepared in another way; lists the differences.
+    """
+    prepared = {name: m for name, m in pl_module.named_modules() if facts.of(m) is not None}
+    if modules is not None:
+        prepared = {name: m for name, m in prepared.items() if name in set(modules)}
+    for name, local in localize(qconfig, pl_module, prepared).items():
+        saved, own = facts.of(prepared[name]), facts.collect(backend.adapt(local), backend.name, mode)
+        check_same(saved or own, own, name or type(pl_module).__name__)
+    return Preparation(prepared)
 
 
 def builds_nets_late(pl_module: nn.Module) -> bool:

@@ -9,11 +9,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.hooks import RemovableHandle
 
 from qlightning.backends import Backend
 from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
-from qlightning.callbacks.placement import has_ranges, int8_modules
+from qlightning.callbacks.placement import int8_modules
 from qlightning.callbacks.preparation import after_configure_model, builds_nets_late
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
@@ -21,6 +20,7 @@ from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, Qua
 from qlightning.fake_quantize import FakeQuantize, set_fake_quant, set_observers
 from qlightning.graph import captured_roots, is_prepared
 from qlightning.graph.bind import GRAPH_MODULES
+from qlightning.graph.loading import ensure
 from qlightning.qconfig import Mode, Pattern, QConfig
 
 _SWITCHED = (FakeQuantize, _BatchNorm)
@@ -87,11 +87,9 @@ class QuantizationAwareTraining(QuantizationCallback):
         self.convert = convert
         self._phase: Phase | None = None
         self._is_running = False
-        self._is_loaded = False
         self._roots: list[Any] = []
         self._sizes: list[int] = []
         self._switched: list[nn.Module] = []
-        self._loading: RemovableHandle | None = None
         self._frozen_bn: list[nn.Module] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,8 +102,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         if stage != "fit":
             if int8_modules(pl_module):
                 self._check_device(trainer)
-            # A checkpoint is loaded after this hook, and only itself shows whether it has the prepared form.
-            self._loading = pl_module.register_load_state_dict_pre_hook(self._meet_checkpoint)
+            ensure(pl_module)  # a checkpoint is loaded after this hook
             return
         if trainer.limit_train_batches == 0:
             raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
@@ -157,10 +154,10 @@ class QuantizationAwareTraining(QuantizationCallback):
 
         if trainer.state.fn == "fit":
             return
-        if self._is_loaded and self.convert:
+        if self.convert and not int8_modules(pl_module) and is_prepared(pl_module):
             self._check_device(trainer)
+            self._adopt(pl_module)
             self._convert(pl_module)
-        self._is_loaded = False
         if not (int8_modules(pl_module) or is_prepared(pl_module)):
             rank_zero_warn(
                 f"{type(pl_module).__name__} runs in float: QuantizationAwareTraining has not trained it, and no"
@@ -170,14 +167,9 @@ class QuantizationAwareTraining(QuantizationCallback):
     on_test_start = on_validation_start
     on_predict_start = on_validation_start
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leaves no hook on the LightningModule."""
-        self._stop_loading()
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Converts nothing. What fails before or in the first batch leaves the LightningModule in float, as it was."""
         super().on_exception(trainer, pl_module, exception)
-        self._stop_loading()
         if trainer.state.fn != "fit":
             return
         if isinstance(exception, NonFiniteError):
@@ -203,17 +195,6 @@ class QuantizationAwareTraining(QuantizationCallback):
             set_fake_quant(module, True)
         if self.convert:
             self._convert(pl_module)
-
-    def _meet_checkpoint(self, pl_module: Any, state_dict: dict[str, Any], *_: Any) -> None:
-        """Prepares a float LightningModule for a checkpoint of the prepared form."""
-        if has_ranges(state_dict) and not (int8_modules(pl_module) or is_prepared(pl_module)):
-            self._prepare(pl_module)
-            self._is_loaded = True
-
-    def _stop_loading(self) -> None:
-        if self._loading is not None:
-            self._loading.remove()
-        self._loading = None
 
     def _apply(self, phase: Phase, trainer: Any) -> None:
         for module in self._modules_to_switch():

@@ -12,6 +12,7 @@ from torch import nn
 from qlightning.backends import Backend, resolve_backend
 from qlightning.errors import CaptureError, ConfigError
 from qlightning.fake_quantize import fake_quantizers
+from qlightning.graph import facts, state
 from qlightning.graph.bind import GRAPH_MODULES, Captured, Program, bind, unbind
 from qlightning.graph.capture import Capture, CapturedRoot, capture
 from qlightning.graph.insert import GraphPreparer
@@ -68,11 +69,14 @@ def prepare(
         raise ConfigError(f"qconfig={qconfig!r}: a QConfig or None is needed.")
     chosen = resolve_backend(backend)
     settings = chosen.adapt((qconfig or QConfig()).excluding(exclude))
-    before = model.__dict__.get("_preparation")
+    before = facts.of(model)
     if before is not None:
-        if (before.qconfig, before.backend.name, before.mode) == (settings, chosen.name, mode):
+        other = facts.differences(before, facts.collect(settings, chosen.name, mode))
+        if not other:
             return model
-        raise ConfigError(f"{type(model).__name__} is prepared already, with other settings; unprepare it first.")
+        raise ConfigError(
+            f"{type(model).__name__} is prepared already, with other settings; unprepare it first: {'; '.join(other)}."
+        )
     if is_prepared(model) or any(isinstance(module, QATLayer) for module in model.modules()):
         raise ConfigError(f"A part of {type(model).__name__} is prepared already; unprepare it first.")
     with torch.inference_mode(False), torch.no_grad():  # the first alone switches gradients on
@@ -90,6 +94,7 @@ def prepare(
     if not any(True for _ in fake_quantizers(model)):
         _undo(model)
         _nothing(model, reasons, captured.failures)
+    state.attach(model)
     _warn_failures(captured.failures)
     return model
 
@@ -181,7 +186,8 @@ def _undo(model: nn.Module) -> None:
         if isinstance(module, QATLayer):
             swap_out(module)
         vars(module).update(module.__dict__.pop("_fast_path", {}))
-        module.__dict__.pop("_preparation", None)
+        if module.__dict__.pop("_preparation", None) is not None:
+            state.detach(module)
 
 
 def _leave_fast_path(model: nn.Module) -> None:

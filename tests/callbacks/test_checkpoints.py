@@ -1,12 +1,17 @@
 """Checkpoints have the prepared form, and meet int8 models without a wrong result."""
 
+import functools
+
 import pytest
 import pytorch_lightning
 import torch
 
-from qlightning import PostTrainingQuantization, QuantizationAwareTraining, convert
+import qlightning
+from qlightning import PostTrainingQuantization, QConfig, QScheme, QuantizationAwareTraining, convert
+from qlightning.errors import ConfigError
 from qlightning.graph import is_prepared
-from tests.callbacks.nets import assert_same_state, loader, samples, state_of, task, trainer
+from qlightning.observers import MinMaxObserver, MovingAverageObserver
+from tests.callbacks.nets import Net, assert_same_state, loader, samples, state_of, task, trainer
 
 
 def checkpointed_fit(pl, tmp_path, callback=None, **options):
@@ -150,11 +155,112 @@ def test_a_fresh_model_is_tested_in_int8_with_the_checkpoint_of_a_training(pl, t
     if own:
         assert fresh.net is callback.int8_model
         assert torch.equal(fresh(x), model(x))
-    assert not fresh._load_state_dict_pre_hooks or own
 
 
 def test_a_model_that_was_never_trained_is_said_to_run_in_float(tmp_path):
     model = task(pytorch_lightning)
     with pytest.warns(UserWarning, match="runs in float"):
         trainer(pytorch_lightning, tmp_path, QuantizationAwareTraining()).test(model, loader(), verbose=False)
-    assert not model._load_state_dict_pre_hooks
+
+
+def hyper_task(pl):
+    """A LightningModule that load_from_checkpoint can build."""
+
+    class Task(type(task(pl))):
+        def __init__(self, width=8):
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = Net(width)
+
+    return Task
+
+
+SETTINGS = {
+    "defaults": {},
+    "observer": {
+        "qconfig": QConfig(activation_observer=functools.partial(MovingAverageObserver, averaging_constant=0.1)),
+        "exclude": [torch.nn.Linear],
+    },
+    "overrides": {
+        "qconfig": QConfig(
+            overrides={"conv1": None, "conv?": QConfig(weight=QScheme(bits=4, symmetric=True))},
+            weight_observer=MinMaxObserver,
+        ),
+        "backend": "reference",
+    },
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_load_from_checkpoint_rebuilds_the_structure_without_a_trainer(pl, tmp_path, settings):  # C04
+    cls = hyper_task(pl)
+    model, callback = cls(width=4), QuantizationAwareTraining(**settings)
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    trainer(pl, tmp_path, [callback, saver], enable_checkpointing=True).fit(model, loader())
+    fresh = cls.load_from_checkpoint(saver.last_model_path, weights_only=True).eval()
+    assert_same_state(state_of(fresh.net), state_of(callback.prepared["net"]))
+    x = torch.randn(4, 3, 8, 8)
+    assert torch.equal(fresh(x), callback.prepared["net"].eval()(x))
+    assert torch.equal(convert(fresh.net)(x), callback.int8_model(x))
+    tester = QuantizationAwareTraining(**settings)
+    trainer(pl, tmp_path, tester).test(fresh, loader(), verbose=False)
+    assert torch.equal(fresh(x), callback.int8_model(x))
+
+
+def test_a_checkpoint_of_the_prepared_form_loads_strictly_into_the_plain_model(pl, tmp_path):
+    _, callback, _, saver = checkpointed_fit(pl, tmp_path)
+    plain = task(pl)
+    plain.load_state_dict(torch.load(saver.last_model_path, weights_only=True)["state_dict"])
+    qlightning.unprepare(plain.net)
+    trained = callback.prepared["net"].state_dict()
+    assert_same_state(state_of(plain.net), {name: trained[name] for name in plain.net.state_dict()})
+    assert type(plain.net) is Net
+
+
+def test_a_float_checkpoint_starts_a_quantization_aware_training(pl, tmp_path):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    run = trainer(pl, tmp_path, [saver], enable_checkpointing=True)
+    run.fit(task(pl), loader(64))
+    model, callback = task(pl), QuantizationAwareTraining()
+    run = trainer(pl, tmp_path, callback, max_epochs=4)
+    run.fit(model, loader(64), ckpt_path=saver.last_model_path)
+    assert run.global_step == 32
+    assert callback.report.int8_layers
+
+
+@pytest.mark.parametrize("how", ["fit", "test", "validate"])
+def test_other_settings_than_those_of_the_checkpoint_are_listed(pl, tmp_path, how):
+    _, _, _, saver = checkpointed_fit(pl, tmp_path)
+    other = QuantizationAwareTraining(
+        QConfig(
+            activation=QScheme(bits=6, signed=False),
+            activation_observer=functools.partial(MovingAverageObserver, averaging_constant=0.5),
+        ),
+        backend="reference",
+        exclude=["fc"],
+    )
+    model = task(pl)
+    before = state_of(model)
+    run = trainer(pl, tmp_path, other, max_epochs=4)
+    data = (loader(), loader()) if how == "fit" else (loader(),)
+    with pytest.raises(ConfigError) as error:
+        getattr(run, how)(model, *data, ckpt_path=saver.last_model_path)
+    for word in ("backend", "uint6", "averaging_constant=0.5", "exclude", "'fc'"):
+        assert word in str(error.value), error.value
+    if how == "fit":
+        assert_same_state(state_of(model), before)
+
+
+def test_an_observer_that_is_not_imported_is_named(tmp_path):
+    net = qlightning.prepare(Net(), QConfig(activation_observer=lambda scheme: MinMaxObserver(scheme)))
+    model = task(pytorch_lightning)
+    state = {f"net.{name}": value for name, value in net.state_dict().items()}
+    with pytest.warns(UserWarning, match="does not say how the model was prepared"):
+        model.load_state_dict(state)  # a dict of one's own making has no facts: the float weights alone
+    assert not is_prepared(model)
+    prepared = task(pytorch_lightning, net)
+    before = state_of(model)
+    with pytest.raises(ConfigError, match="lambda"):
+        model.load_state_dict(prepared.state_dict())
+    assert_same_state(state_of(model), before)
+    assert not is_prepared(model)

@@ -1,0 +1,106 @@
+"""State dicts of the prepared form meet LightningModules that are not prepared."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from qlightning.errors import ConfigError
+from qlightning.graph import facts
+from qlightning.graph.preparation import is_prepared
+from qlightning.graph.prepare import prepare, unprepare
+from qlightning.graph.state import is_prepared_key
+from qlightning.nn.quantized import QuantizedLayer
+
+
+def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Prepares the float parts of a module as the facts of a state dict say, before it is loaded.
+
+    A hook of ``load_state_dict``. What stands in int8 is left alone. A state dict of the prepared form that has lost
+    its facts (some averages of weights) is loaded without its ranges, with a warning.
+
+    Raises:
+        ConfigError: The module is prepared with other settings; lists the differences. Nothing is loaded.
+    """
+    found = facts.read(state_dict, prefix)
+    prepared = []
+    try:
+        for path, saved in found.items():
+            target = _submodule(module, path)
+            if target is None or any(isinstance(m, QuantizedLayer) for m in target.modules()):
+                continue
+            if (own := facts.of(target)) is not None:
+                check_same(saved, own, path or type(module).__name__)
+            elif not is_prepared(target):
+                qconfig, backend, mode = facts.settings(saved)
+                prepared.append(prepare(target, qconfig, backend=backend, mode=mode))
+                check_same(saved, facts.of(target) or saved, path or type(module).__name__)
+    except BaseException:
+        for target in prepared:
+            unprepare(target)
+        raise
+    if not found and not is_prepared(module) and not any(isinstance(m, QuantizedLayer) for m in module.modules()):
+        _drop(module, state_dict, prefix)
+
+
+def check_same(saved: facts.Facts, own: facts.Facts, name: str) -> None:
+    """Checks that a module is prepared as the one was that a state dict comes from.
+
+    Raises:
+        ConfigError: It is not; lists the differences.
+    """
+    if other := facts.differences(saved, own):
+        raise ConfigError(
+            f"{name} was quantized with other settings where this checkpoint was saved: {'; '.join(other)}. Use the "
+            "same settings here."
+        )
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None  # load_state_dict says what is missing
+
+
+def _drop(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+    ours = [key for key in state_dict if is_prepared_key(key) and key.removeprefix(prefix) not in names]
+    for key in ours:
+        del state_dict[key]
+    if ours:
+        warnings.warn(
+            f"{type(module).__name__} gets the float weights of a state dict of the prepared form; its {len(ours)} "
+            "entries with ranges are left out, as it does not say how the model was prepared. Prepare the model first "
+            "to load them, too.",
+            stacklevel=2,
+        )
+
+
+def is_lightning_module(cls: type) -> bool:
+    """Whether a class derives from the LightningModule of either package; Lightning is not imported for it."""
+    return any(base.__name__ == "LightningModule" for base in cls.__mro__)
+
+
+def ensure(module: nn.Module) -> None:
+    """Lets a LightningModule meet state dicts of the prepared form."""
+    if not any(getattr(hook, "hook", None) is meet for hook in module._load_state_dict_pre_hooks.values()):
+        module.register_load_state_dict_pre_hook(meet)
+
+
+def _on_registration(module: nn.Module, name: str, submodule: Any) -> None:
+    if is_lightning_module(type(module)):
+        ensure(module)
+
+
+def watch_lightning_modules() -> None:
+    """Lets every LightningModule that is built from now on meet state dicts of the prepared form.
+
+    ``LightningModule.load_from_checkpoint`` and ``trainer.test(ckpt_path=...)`` build or get a float model and load a
+    state dict strictly, without a hook in between that is not the user's own. So this registers one of torch's global
+    hooks, which sees a LightningModule when its first child is assigned.
+    """
+    register_module_module_registration_hook(_on_registration)
