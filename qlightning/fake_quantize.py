@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qlightning.errors import NonFiniteError
 from qlightning.functional import fake_quantize
+from qlightning.observers import Observer
 from qlightning.qscheme import QScheme
 
 
@@ -48,6 +49,7 @@ class FakeQuantize(nn.Module):
         self.seen_ndims: set[int] = set()
         self.register_buffer("scale", torch.zeros(()))
         self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
+        self.register_load_state_dict_post_hook(_regrid)
 
     def forward(self, x: Any) -> Any:
         """Observes ``x`` where that is its turn, and returns it on the grid, in its own dtype.
@@ -114,6 +116,12 @@ class FakeQuantize(nn.Module):
         return str(self.scheme)
 
 
+def _regrid(fq: FakeQuantize, _: Any) -> None:
+    """After a state dict was loaded: an average of several (EMA) has averaged the grid, too, which is none."""
+    if fq.observed and isinstance(fq.observer, Observer) and fq.observer.observed:
+        fq.refresh()
+
+
 class WeightFakeQuantize(FakeQuantize):
     """A FakeQuantize for a layer's weight, whose channels are always the output channels.
 
@@ -158,13 +166,25 @@ class WeightFakeQuantize(FakeQuantize):
         """Itself where it has a grid; else a copy that has seen the weight (of a layer that stayed in eval mode)."""
         if self.observed:
             return self
+        fq = copy.deepcopy(self)
+        fq.observe(weight, multiplier)
+        return fq
+
+    @torch.no_grad()
+    def observe(self, weight: Tensor, multiplier: Tensor | None = None) -> None:
+        """Takes the grid from a weight, in the layer's own layout; ``multiplier`` as for ``forward``."""
         w = self.to_output_first(weight.detach().float())
         if multiplier is not None:
             w = w * multiplier.view(-1, *[1] * (w.dim() - 1))
-        fq = copy.deepcopy(self)
-        fq._observe(w)
-        fq.refresh()
-        return fq
+        self._observe(w)
+        self.refresh()
+
+    def allocate(self, channels: int) -> None:
+        """Gives scale, zero point and the observer's states their shape before anything is observed."""
+        self.scale.resize_(channels).zero_()
+        self.zero_point.resize_(channels).zero_()
+        if isinstance(self.observer, Observer):
+            self.observer.allocate(channels)
 
     def _observe(self, x: Tensor) -> None:
         # The whole weight is seen every time, so what it was before does not count.

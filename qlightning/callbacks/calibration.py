@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -72,7 +72,6 @@ def calibration_batches(trainer: Any, pl_module: nn.Module, calibration_data: An
     )
 
 
-@torch.no_grad()
 def calibrate_with_steps(
     trainer: Any,
     pl_module: nn.Module,
@@ -101,6 +100,25 @@ def calibrate_with_steps(
         NonFiniteError: NaN or infinity; names the batch and the layer.
         CalibrationError: There is no batch, or a step cannot run on one.
     """
+    observing = _calibrating(prepared.values())
+    return run_batches(trainer, pl_module, prepared, batches, num_batches, observing, calibration_fn)
+
+
+@torch.no_grad()
+def run_batches(
+    trainer: Any,
+    pl_module: nn.Module,
+    prepared: dict[str, nn.Module],
+    batches: Iterable[Any],
+    num_batches: int | None,
+    context: AbstractContextManager[None],
+    calibration_fn: CalibrationFn | None = None,
+    label: str = "Calibrating",
+) -> int:
+    """Passes batches to prepared modules as the LightningModule does, within a context that looks at them.
+
+    As :func:`calibrate_with_steps`, which says what stays as it is; ``label`` is that of the progress bar.
+    """
     modes = {module: module.training for module in pl_module.modules()}
     run = calibration_fn or _step_of(trainer, pl_module, prepared)
     count = 0
@@ -108,17 +126,16 @@ def calibrate_with_steps(
     pl_module.eval()
     try:
         with (
-            _calibrating(prepared.values()),
+            context,
             torch.random.fork_rng(devices=[]),
             trainer.precision_plugin.forward_context(),
         ):
-            bar = tqdm(
-                islice(batches, num_batches), "Calibrating", total=_length(batches, num_batches), disable=not show
-            )
+            bar = tqdm(islice(batches, num_batches), label, total=_length(batches, num_batches), disable=not show)
             for batch in bar:
                 batch = trainer.precision_plugin.convert_input(batch)
                 batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
-                batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+                # Not the strategy's own device: at fit end the model is on the CPU already.
+                batch = trainer.strategy.batch_to_device(batch, device=pl_module.device, dataloader_idx=0)
                 try:
                     run(pl_module, batch)
                 except NonFiniteError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -11,10 +11,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qlightning.backends import Backend
+from qlightning.callbacks.averaging import FrozenStatistics, averaging_callbacks, regrid, renew_copies
+from qlightning.callbacks.best import check_monitored, load_best
+from qlightning.callbacks.calibration import calibration_batches
 from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
+from qlightning.callbacks.int8_validation import Int8Validation
 from qlightning.callbacks.placement import int8_modules
 from qlightning.callbacks.preparation import after_configure_model, builds_nets_late
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
+from qlightning.callbacks.reestimation import reestimate_batchnorm
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
 from qlightning.fake_quantize import FakeQuantize, set_fake_quant, set_observers
@@ -50,7 +55,15 @@ class QuantizationAwareTraining(QuantizationCallback):
         fake_quant_start: From here on tensors are rounded to their grids.
         freeze_observers: From here on the ranges hold still.
         freeze_bn: From here on the statistics of every BatchNorm in the nets hold still.
-        convert: Whether int8 nets take their places at fit end. After an exception or an interrupt they never do.
+        convert: Which weights int8 nets are made from at fit end, to take their places: ``"last"`` (or True) or
+            ``"best"``, those of the checkpoint that ModelCheckpoint names best by what it monitors, which the whole
+            LightningModule then has. False: none are made. After an exception or an interrupt they never are.
+        validate_int8: Runs validation within fit on the int8 conversion of the current weights, so that what
+            ModelCheckpoint and EarlyStopping monitor is the model that ships: True for every epoch, n for every n-th.
+            The training is the same with and without it, bit for bit. The int8 kernels run on the CPU: on an
+            accelerator it is refused, but with ``backend="reference"``.
+        reestimate_bn: At fit end takes the BatchNorm statistics anew over so many training batches, with the final
+            weights and ranges; 0: keeps those of the training.
 
     Attributes:
         int8_model: The int8 net after fit; a dict by name where there are several.
@@ -74,17 +87,27 @@ class QuantizationAwareTraining(QuantizationCallback):
         fake_quant_start: Point = 0,
         freeze_observers: Point = FREEZE_OBSERVERS,
         freeze_bn: Point = FREEZE_BN,
-        convert: bool = True,
+        convert: bool | Literal["best", "last"] = True,
+        validate_int8: bool | int = False,
+        reestimate_bn: int = 0,
     ) -> None:
         super().__init__(qconfig, backend, modules, exclude)
-        if not isinstance(convert, bool):
-            raise ConfigError(f"convert={convert!r}: True or False is possible.")
+        if not isinstance(convert, bool) and convert not in ("best", "last"):
+            raise ConfigError(f"convert={convert!r}: 'best', 'last', True (the last) or False is possible.")
+        if not isinstance(validate_int8, int) or validate_int8 < 0:
+            raise ConfigError(f"validate_int8={validate_int8!r}: True, False or a number of epochs is possible.")
+        if not isinstance(reestimate_bn, int) or isinstance(reestimate_bn, bool) or reestimate_bn < 0:
+            raise ConfigError(f"reestimate_bn={reestimate_bn!r}: a number of training batches is possible; 0: none.")
         self.schedule = Schedule(
             SchedulePoint.parse(fake_quant_start, "fake_quant_start"),
             SchedulePoint.parse(freeze_observers, "freeze_observers"),
             SchedulePoint.parse(freeze_bn, "freeze_bn"),
         )
         self.convert = convert
+        self.validate_int8 = validate_int8
+        self.reestimate_bn = reestimate_bn
+        self._int8_validation = Int8Validation()
+        self._frozen_statistics = FrozenStatistics()
         self._phase: Phase | None = None
         self._is_running = False
         self._roots: list[Any] = []
@@ -108,10 +131,20 @@ class QuantizationAwareTraining(QuantizationCallback):
             raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
         check_finite(self.schedule, trainer)
         self._phase, self._is_running, self._frozen_bn, self._roots = None, False, [], []
-        if builds_nets_late(pl_module):
-            after_configure_model(pl_module, lambda: self._prepare(pl_module))
-        else:
+        self._frozen_statistics.release()
+        if self.validate_int8:
+            self._check_device(trainer)
+        if self.convert == "best" and not trainer.fast_dev_run:
+            check_monitored(trainer)
+
+        def prepare() -> None:
             self._prepare(pl_module)
+            renew_copies(trainer, pl_module)
+
+        if builds_nets_late(pl_module):
+            after_configure_model(pl_module, prepare)
+        else:
+            prepare()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Checks the schedule against the training, whose length is known now."""
@@ -167,9 +200,26 @@ class QuantizationAwareTraining(QuantizationCallback):
     on_test_start = on_validation_start
     on_predict_start = on_validation_start
 
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Puts int8 forwards in place before the first batch: averages of weights (EMA) are in place by now."""
+        if batch_idx or dataloader_idx or trainer.state.fn != "fit" or trainer.sanity_checking or not self._has_run():
+            return
+        if averaging_callbacks(trainer):
+            for module in self.prepared.values():
+                regrid(module, weights=False)
+        if self.validate_int8 and (trainer.current_epoch + 1) % self.validate_int8 == 0:
+            self._int8_validation.start(self.prepared, self.backend)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Takes int8 forwards away again."""
+        self._int8_validation.stop()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Converts nothing. What fails before or in the first batch leaves the LightningModule in float, as it was."""
         super().on_exception(trainer, pl_module, exception)
+        self._int8_validation.stop()
         if trainer.state.fn != "fit":
             return
         if isinstance(exception, NonFiniteError):
@@ -193,6 +243,17 @@ class QuantizationAwareTraining(QuantizationCallback):
             rank_zero_info(f"Training ended before {', '.join(skipped)}.")
         for module in self.prepared.values():
             set_fake_quant(module, True)
+            set_observers(module, False)
+        if averaging := averaging_callbacks(trainer):
+            self._frozen_statistics.put_back()
+            swa = any(hasattr(callback, "swa_end") for callback in averaging)  # averages no buffers: weights alone
+            for module in self.prepared.values():
+                regrid(module, weights=swa)
+        if self.convert == "best":
+            load_best(trainer, pl_module)
+        if self.reestimate_bn:
+            batches = calibration_batches(trainer, pl_module, None)
+            reestimate_batchnorm(trainer, pl_module, self.prepared, batches, self.reestimate_bn)
         if self.convert:
             self._convert(pl_module)
 
@@ -209,8 +270,11 @@ class QuantizationAwareTraining(QuantizationCallback):
             elif phase.bn_frozen and module.training:
                 module.training = False
                 self._frozen_bn.append(module)
+                self._frozen_statistics.hold(module)
         if not phase.bn_frozen:
             self._thaw_bn()
+        elif averaging_callbacks(trainer):
+            self._frozen_statistics.put_back()
         if phase != self._phase and (self._phase is not None or phase.stage != 1):
             rank_zero_info(f"Quantization, epoch {trainer.current_epoch}, step {trainer.global_step}: {phase}.")
         self._phase = phase

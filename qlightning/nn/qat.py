@@ -31,8 +31,14 @@ class QATLayer(nn.Module):
 
     def fake_quantized_weight(self) -> Tensor:
         """The weight on its grid, in the layer's layout and dtype; gradients pass straight through."""
-        multiplier = None if self.following_bn is None else bn_factor(self.following_bn)
-        return self.weight_fake_quant(self.weight, multiplier)
+        return self.weight_fake_quant(self.weight, self._multiplier())
+
+    def observe_weight(self) -> None:
+        """Takes the grid from the weight as it is now, whether its observer is frozen or not."""
+        self.weight_fake_quant.observe(self.weight, self._multiplier())
+
+    def _multiplier(self) -> Tensor | None:
+        return None if self.following_bn is None else bn_factor(self.following_bn)
 
 
 class _Conv(QATLayer):
@@ -140,9 +146,7 @@ def build_weight_fake_quant(
     fq = WeightFakeQuantize(qconfig.weight, qconfig.build_weight_observer(), name, transposed_groups)
     if qconfig.weight.axis is not None:
         # Others keep copies of these buffers (averages of the weights, DDP), which a change of shape would break.
-        channels = fq.to_output_first(weight).shape[qconfig.weight.axis]
-        fq.scale.resize_(channels).zero_()
-        fq.zero_point.resize_(channels).zero_()
+        fq.allocate(fq.to_output_first(weight).shape[qconfig.weight.axis])
     return fq.to(weight.device)
 
 

@@ -98,6 +98,13 @@ class Observer(nn.Module):
         """Whether data was seen: a state differs from its default. Read from the state, it survives saving."""
         return any(not torch.equal(self._state(name).cpu(), default) for name, default in self._defaults.items())
 
+    def allocate(self, channels: int) -> None:
+        """Gives the states that begin 0-d one value for each channel, before any data."""
+        for name, default in self._defaults.items():
+            if default.ndim == 0:
+                self._defaults[name] = default.repeat(channels)
+        self.reset()
+
     def set_state(self, name: str, value: Tensor) -> None:
         """Writes a state into its buffer, which takes the shape of the value."""
         buffer = self._state(name)
@@ -212,8 +219,11 @@ class Observer(nn.Module):
         for name in self._defaults:
             incoming = state_dict.get(prefix + name)
             if isinstance(incoming, Tensor):
-                if self._defaults[name].ndim == 0:
+                default = self._defaults[name]
+                if default.ndim == 0:
                     self._state(name).resize_(incoming.shape)
+                elif incoming.ndim == 0:
+                    incoming = incoming.expand(default.shape)
                 state_dict[prefix + name] = incoming.to(torch.float32)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

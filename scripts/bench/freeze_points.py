@@ -39,7 +39,7 @@ MODELS = {
     "mobilenet_v2_cifar": functools.partial(mobilenet_v2_cifar, width_mult=0.5),
     "resnet20_cifar": functools.partial(resnet_cifar, 20),
 }
-POINTS = (0.25, 0.5, 0.75, 0.9, None)
+POINTS = (0.5, 0.75, 0.9, None)
 
 
 def train(net: nn.Module, data: ArrayData, epochs: int, rate: float, seed: int, callbacks: list[Any]) -> None:
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     runs: dict[tuple[Any, Any], list[tuple[float, float]]] = {}
     for seed, points in itertools.product(range(args.seeds), itertools.product(POINTS, POINTS)):
         callback = QuantizationAwareTraining(freeze_observers=points[0], freeze_bn=points[1])
-        train(copy.deepcopy(net), data, args.epochs, args.rate, seed, [callback])
+        train(copy.deepcopy(net).train(), data, args.epochs, args.rate, seed, [callback])
         assert isinstance(callback.int8_model, nn.Module)
         runs.setdefault(points, []).append(evaluate(callback.int8_model, data))
         print(seed, points, *runs[points][-1], flush=True)

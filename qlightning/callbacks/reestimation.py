@@ -1,0 +1,52 @@
+"""BatchNorm statistics taken anew over training batches, with the weights and ranges as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qlightning.callbacks.calibration import run_batches
+
+
+def reestimate_batchnorm(
+    trainer: Any, pl_module: nn.Module, prepared: dict[str, nn.Module], batches: Iterable[Any], num_batches: int
+) -> int:
+    """Replaces the statistics of every BatchNorm by their plain average over batches.
+
+    Everything else is in eval mode and holds still: ranges, dropout, and ``eps`` and ``momentum`` of the BatchNorms.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: The LightningModule that holds the prepared modules.
+        prepared: By target name.
+        batches: Training batches.
+        num_batches: At most so many.
+
+    Returns:
+        The number of batches.
+    """
+    found = [m for module in prepared.values() for m in module.modules() if isinstance(m, _BatchNorm)]
+    norms = list(dict.fromkeys(bn for bn in found if bn.track_running_stats and bn.running_mean is not None))
+    if not norms:
+        return 0
+    return run_batches(
+        trainer, pl_module, prepared, batches, num_batches, _averaging(norms), label="Re-estimating BatchNorm"
+    )
+
+
+@contextmanager
+def _averaging(norms: list[_BatchNorm]) -> Iterator[None]:
+    before = [bn.momentum for bn in norms]
+    for bn in norms:
+        bn.reset_running_stats()
+        bn.momentum = None  # torch's way to ask for a cumulative average
+        bn.training = True
+    try:
+        yield
+    finally:
+        for bn, momentum in zip(norms, before, strict=True):
+            bn.momentum = momentum
