@@ -94,7 +94,8 @@ class HistogramObserver(Observer):
     @torch.no_grad()
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Combines the histograms of several ranks, on bins that are wide enough for all of them."""
-        seen = [state for state in states if state["width"] > 0]
+        # Copies: a state dict holds the buffers themselves, and this observer's are emptied first.
+        seen = [{name: t.clone() for name, t in state.items()} for state in states if state["width"] > 0]
         self.reset()
         for state in seen:
             low = torch.minimum(self.min_val, state["min_val"].to(self.min_val))

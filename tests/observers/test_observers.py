@@ -562,3 +562,13 @@ class TestHistogram:
     def test_bins_are_enough(self, bins: Any) -> None:
         with pytest.raises(ConfigError, match="bins"):
             HistogramObserver(QScheme(), bins=bins)
+
+
+def test_a_histogram_merges_its_own_state_too():
+    observer = HistogramObserver(QScheme())
+    observer(torch.linspace(-1, 2, 100))
+    low, high = observer.range()
+    own = observer.state_dict()  # the buffers themselves
+    observer.merge([own, own])
+    assert observer.histogram.sum() == 200
+    assert observer.range() == (low, high)
