@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qlightning.errors import NonFiniteError
-from qlightning.functional import fake_quantize
+from qlightning.functional import calculate_qparams, fake_quantize
 from qlightning.observers import Observer
 from qlightning.qscheme import QScheme
 
@@ -222,6 +222,27 @@ def swap_channels(weight: Tensor, groups: int) -> Tensor:
 def fake_quantizers(module: nn.Module) -> Iterator[tuple[str, FakeQuantize]]:
     """The fake-quantizers below a module, with their names; those of weights are WeightFakeQuantize."""
     return ((name, child) for name, child in module.named_modules() if isinstance(child, FakeQuantize))
+
+
+@torch.no_grad()
+def refresh_all(fqs: Iterable[FakeQuantize]) -> None:
+    """Does what :meth:`FakeQuantize.refresh` does for each of many, in one computation for all ranges of one scheme."""
+    ranges: dict[QScheme, list[tuple[FakeQuantize, Tensor, Tensor]]] = {}
+    for fq in fqs:
+        observer = fq.observer
+        if isinstance(observer, Observer) and type(observer).calculate_qparams is Observer.calculate_qparams:
+            low, high = observer.range()
+            if low.ndim == high.ndim == fq.scale.ndim == 0:
+                ranges.setdefault(observer.scheme, []).append((fq, low, high))
+                continue
+        fq.refresh()
+    for scheme, found in ranges.items():
+        chosen, lows, highs = zip(*found, strict=True)
+        scales, zero_points = calculate_qparams(torch.stack(lows), torch.stack(highs), scheme)
+        torch._foreach_copy_([fq.scale for fq in chosen], scales.unbind())
+        torch._foreach_copy_([fq.zero_point for fq in chosen], zero_points.unbind())
+        for fq in chosen:
+            fq.observed = True
 
 
 def set_observers(module: nn.Module, enabled: bool) -> None:

@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torchmetrics import Metric
 from tqdm.auto import tqdm
 
 from qlightning.callbacks.base import LIGHTNING_DATAMODULES, combined_loader, overrides
+from qlightning.callbacks.ranks import gathered, merge_ranges, share_of, sync_buffers
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
 from qlightning.fake_quantize import calibrating
 
@@ -82,6 +82,7 @@ def calibrate_with_steps(
 ) -> int:
     """Lets the observers of prepared modules see batches, as the LightningModule passes these to its nets.
 
+    Where there are several ranks, each takes its share of the batches, and all of them end with the same ranges.
     Runs in eval mode without gradients, with a progress bar where the Trainer has one. The random state, the metrics
     and plain attributes of the LightningModule, and the log are left as they are.
 
@@ -94,14 +95,17 @@ def calibrate_with_steps(
         calibration_fn: Called with the LightningModule and a batch instead of one of its steps.
 
     Returns:
-        The number of batches.
+        The number of batches, of all ranks together.
 
     Raises:
         NonFiniteError: NaN or infinity; names the batch and the layer.
         CalibrationError: There is no batch, or a step cannot run on one.
     """
+    sync_buffers(trainer, prepared)
     observing = _calibrating(prepared.values())
-    return run_batches(trainer, pl_module, prepared, batches, num_batches, observing, calibration_fn)
+    count = run_batches(trainer, pl_module, prepared, batches, num_batches, observing, calibration_fn)
+    merge_ranges(trainer, prepared)
+    return sum(gathered(trainer, count))
 
 
 @torch.no_grad()
@@ -117,7 +121,8 @@ def run_batches(
 ) -> int:
     """Passes batches to prepared modules as the LightningModule does, within a context that looks at them.
 
-    As :func:`calibrate_with_steps`, which says what stays as it is; ``label`` is that of the progress bar.
+    As :func:`calibrate_with_steps`, which says what stays as it is; but each rank is left with what its own share of
+    the batches gave, and returns their number. ``label`` is that of the progress bar.
     """
     modes = {module: module.training for module in pl_module.modules()}
     run = calibration_fn or _step_of(trainer, pl_module, prepared)
@@ -130,7 +135,13 @@ def run_batches(
             torch.random.fork_rng(devices=[]),
             trainer.precision_plugin.forward_context(),
         ):
-            bar = tqdm(islice(batches, num_batches), label, total=_length(batches, num_batches), disable=not show)
+            total = _length(batches, num_batches)
+            bar = tqdm(
+                share_of(batches, num_batches, trainer),
+                label,
+                total=None if total is None else -(-total // trainer.world_size),
+                disable=not show,
+            )
             for batch in bar:
                 batch = trainer.precision_plugin.convert_input(batch)
                 batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
@@ -149,8 +160,6 @@ def run_batches(
                         "calibration_data=..."
                     ) from error
                 count += 1
-            if not count:
-                raise CalibrationError("The calibration loader gives no batch, so no range can be observed.")
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -12,6 +12,7 @@ from qlightning.backends import Backend, resolve_backend
 from qlightning.callbacks.base import Callback
 from qlightning.callbacks.placement import place_int8, prepared_in_place
 from qlightning.callbacks.preparation import Preparation, adopt_targets, cancel_after_configure_model, prepare_targets
+from qlightning.callbacks.ranks import show_forward
 from qlightning.errors import BackendError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph.report import Report, report
@@ -91,6 +92,7 @@ class QuantizationCallback(Callback):
         cancel_after_configure_model(pl_module)
 
     def _prepare(self, pl_module: nn.Module) -> None:
+        show_forward(pl_module)
         self._preparation = Preparation()
         self.int8_modules = {}
         self._preparation = prepare_targets(pl_module, self.qconfig, self.backend, self.modules, self.mode)
@@ -107,6 +109,7 @@ class QuantizationCallback(Callback):
         self.report = self._report(self.prepared)
 
     def _convert(self, pl_module: nn.Module) -> None:
+        show_forward(pl_module)
         self.int8_modules = place_int8(pl_module, self.prepared, self.backend)
         self.report = self._report(self.int8_modules)
 

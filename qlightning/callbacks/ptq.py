@@ -13,6 +13,7 @@ from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps
 from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
 from qlightning.callbacks.placement import int8_modules, restore_prepared
 from qlightning.callbacks.preparation import builds_nets_late
+from qlightning.callbacks.ranks import check_strategy
 from qlightning.callbacks.targets import find_targets, localize
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.graph import unprepare
@@ -80,6 +81,7 @@ class PostTrainingQuantization(QuantizationCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finds what is to be quantized, so that a wrong name is an error before anything runs."""
         self._check_precision(trainer)
+        check_strategy(trainer)
         if stage == "fit":
             for module in restore_prepared(pl_module, self.modules).values():
                 unprepare(module)

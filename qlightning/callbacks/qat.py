@@ -19,6 +19,7 @@ from qlightning.callbacks.int8_validation import Int8Validation
 from qlightning.callbacks.placement import int8_modules
 from qlightning.callbacks.preparation import after_configure_model, builds_nets_late
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
+from qlightning.callbacks.ranks import RangeSync, check_strategy, sync_buffers
 from qlightning.callbacks.reestimation import reestimate_batchnorm
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
@@ -114,6 +115,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         self._sizes: list[int] = []
         self._switched: list[nn.Module] = []
         self._frozen_bn: list[nn.Module] = []
+        self._ranges: RangeSync | None = None
 
     def state_dict(self) -> dict[str, Any]:
         points = {name: str(point) for name, point in self.schedule.points().items()}
@@ -122,6 +124,7 @@ class QuantizationAwareTraining(QuantizationCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepares the nets before Lightning restores a checkpoint, wraps the model and builds the optimizers."""
         self._check_precision(trainer)
+        check_strategy(trainer)
         if stage != "fit":
             if int8_modules(pl_module):
                 self._check_device(trainer)
@@ -131,6 +134,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
         check_finite(self.schedule, trainer)
         self._phase, self._is_running, self._frozen_bn, self._roots = None, False, [], []
+        self._ranges = None
         self._frozen_statistics.release()
         if self.validate_int8:
             self._check_device(trainer)
@@ -140,11 +144,17 @@ class QuantizationAwareTraining(QuantizationCallback):
         def prepare() -> None:
             self._prepare(pl_module)
             renew_copies(trainer, pl_module)
+            self._ranges = RangeSync(trainer, pl_module, self.prepared)
 
         if builds_nets_late(pl_module):
             after_configure_model(pl_module, prepare)
         else:
             prepare()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The strategy has wrapped the model."""
+        if self._ranges is not None:
+            self._ranges.start()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Checks the schedule against the training, whose length is known now."""
@@ -170,6 +180,8 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the stage; after the first batch checks that the prepared nets are those that ran."""
+        if self._ranges is not None:
+            self._ranges.after_batch()
         if not self._is_running:
             if not self._has_run():
                 raise CalibrationError(unobserved_message(pl_module, self.prepared))
@@ -220,6 +232,8 @@ class QuantizationAwareTraining(QuantizationCallback):
         """Converts nothing. What fails before or in the first batch leaves the LightningModule in float, as it was."""
         super().on_exception(trainer, pl_module, exception)
         self._int8_validation.stop()
+        if self._ranges is not None:
+            self._ranges.release()
         if trainer.state.fn != "fit":
             return
         if isinstance(exception, NonFiniteError):
@@ -231,9 +245,16 @@ class QuantizationAwareTraining(QuantizationCallback):
         if never_trained or (isinstance(exception, QuantizationError) and not self._is_running):
             self._undo(pl_module)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ranks that ended apart come together, while they still can."""
+        if self._ranges is not None:
+            self._ranges.follow(False)
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Puts the int8 nets in place. The strategy has moved the model to the CPU by now, checkpoints are written."""
         self._thaw_bn()
+        if self._ranges is not None:
+            self._ranges.relink()
         if not self._has_run():
             raise CalibrationError("Fit had no training batch, so no range was observed. Check the training loader.")
         if missing := self._unobserved():
@@ -249,6 +270,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             swa = any(hasattr(callback, "swa_end") for callback in averaging)  # averages no buffers: weights alone
             for module in self.prepared.values():
                 regrid(module, weights=swa)
+        sync_buffers(trainer, self.prepared)
         if self.convert == "best":
             load_best(trainer, pl_module)
         if self.reestimate_bn:
@@ -275,6 +297,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             self._thaw_bn()
         elif averaging_callbacks(trainer):
             self._frozen_statistics.put_back()
+        if self._ranges is not None:
+            self._ranges.follow(not phase.observers_frozen)
         if phase != self._phase and (self._phase is not None or phase.stage != 1):
             rank_zero_info(f"Quantization, epoch {trainer.current_epoch}, step {trainer.global_step}: {phase}.")
         self._phase = phase

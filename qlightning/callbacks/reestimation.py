@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qlightning.callbacks.calibration import run_batches
+from qlightning.callbacks.ranks import average_statistics, gathered
 
 
 def reestimate_batchnorm(
@@ -24,7 +25,7 @@ def reestimate_batchnorm(
         pl_module: The LightningModule that holds the prepared modules.
         prepared: By target name.
         batches: Training batches.
-        num_batches: At most so many.
+        num_batches: At most so many, of all ranks together.
 
     Returns:
         The number of batches.
@@ -33,9 +34,11 @@ def reestimate_batchnorm(
     norms = list(dict.fromkeys(bn for bn in found if bn.track_running_stats and bn.running_mean is not None))
     if not norms:
         return 0
-    return run_batches(
+    count = run_batches(
         trainer, pl_module, prepared, batches, num_batches, _averaging(norms), label="Re-estimating BatchNorm"
     )
+    average_statistics(trainer, norms)
+    return sum(gathered(trainer, count))
 
 
 @contextmanager

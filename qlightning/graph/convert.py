@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from qlightning.backends import Backend, resolve_backend
 from qlightning.errors import BackendError, CalibrationError, ConfigError
@@ -30,7 +31,8 @@ def convert(prepared: nn.Module, *, backend: str | Backend | None = None) -> nn.
     """Converts a prepared model to int8.
 
     Args:
-        prepared: A model from :func:`prepare` that has been trained or calibrated; left as it is.
+        prepared: A model from :func:`prepare` that has been trained or calibrated, or DistributedDataParallel around
+            it; left as it is.
         backend: What the int8 model runs on; None: what it was prepared for.
 
     Returns:
@@ -52,6 +54,8 @@ def convert_standalone(prepared: nn.Module, backend: str | Backend | None = None
 
 
 def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: bool) -> nn.Module:
+    if isinstance(prepared, DistributedDataParallel):
+        prepared = prepared.module
     if not is_prepared(prepared):
         raise ConfigError(f"{type(prepared).__name__} is not prepared: call prepare first, then train or calibrate.")
     preparation: Preparation | None = prepared.__dict__.get("_preparation")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten
 
 from qlightning.fake_quantize import FakeQuantize
@@ -61,6 +62,9 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self._leaves or isinstance(m, (*OPAQUE, QATLayer, FakeQuantize)):
+            return True
+        # Under sync_batchnorm, Lightning leaves a class of its own in the place of torch's (plugins/layer_sync.py).
+        if isinstance(m, _BatchNorm) and type(m).forward is _BatchNorm.forward:
             return True
         return isinstance(m, torch.jit.ScriptModule) or super().is_leaf_module(m, module_qualified_name)
 
