@@ -16,6 +16,7 @@ help: ## Show this list
 install: $(INSTALLED) ## Make .venv and install qlightning with all that the recipes and the tests need
 
 $(INSTALLED): pyproject.toml
+	@echo "Installing into $(VENV): some minutes, gigabytes of torch."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[recipes,dev]'
 	@touch $@

@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.modules.module import register_module_module_registration_hook
+
 from qlightning.backends import Backend
 from qlightning.errors import QuantizationError
 from qlightning.graph import convert, prepare, unprepare
 from qlightning.graph.calibrate import calibrate
-from qlightning.graph.loading import watch_lightning_modules
 from qlightning.graph.report import report
 from qlightning.qconfig import QConfig
 from qlightning.qscheme import QScheme
@@ -32,7 +33,17 @@ __all__ = [
     "unprepare",
 ]
 
-watch_lightning_modules()
+
+def _meet_checkpoints(module: Any, name: str, submodule: Any) -> None:
+    if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
+        from qlightning.callbacks.loading import ensure
+
+        ensure(module)
+
+
+# `LightningModule.load_from_checkpoint` builds a float model and loads a state dict strictly, without a hook in between
+# that is not the user's own. So every LightningModule meets checkpoints of the prepared form from its first child on.
+register_module_module_registration_hook(_meet_checkpoints)
 
 
 def __getattr__(name: str) -> Any:

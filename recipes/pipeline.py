@@ -53,6 +53,7 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
     stages = _Stages(config)
 
     net = build(config, "model", num_classes=stages.data.num_classes)
+    quantization.check(stages.task(net))
     if config.model.weights is None or config.float_training.finetune:
         stages.fit(net, "float_training")
         safetensors.torch.save_model(net, str(folder / "float.safetensors"))

@@ -29,7 +29,9 @@ class ClassificationTask(pl.LightningModule):
         schedule: Optimizer and number of steps to a scheduler that is stepped after each batch; None for a constant
             rate.
         teacher: A trained net whose answers are learnt in place of the labels: the loss is the Kullback-Leibler
-            divergence from its class probabilities. It is not part of the task: nothing trains, quantizes or saves it.
+            divergence from its class probabilities. Half of a batch is mixed from two images each (mixup, Zhang et al.
+            2018): on its own training images a net is nearly certain, and there is little to learn. It is not part of
+            the task: nothing trains, quantizes or saves it.
     """
 
     def __init__(
@@ -53,9 +55,12 @@ class ClassificationTask(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        logits = self(images)
         (teacher,) = self._teacher
-        loss = F.cross_entropy(logits, labels) if teacher is None else _distillation_loss(images, logits, teacher)
+        if teacher is None:
+            loss = F.cross_entropy(self(images), labels)
+        else:
+            images = _half_mixed(images)
+            loss = _distillation_loss(images, self(images), teacher)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
@@ -76,6 +81,14 @@ class ClassificationTask(pl.LightningModule):
             return optimizer
         scheduler = self._schedule(optimizer, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _half_mixed(images: Tensor) -> Tensor:
+    """Replaces the second half of a batch by weighted means of its images and others of that half."""
+    plain, mixed = images.tensor_split(2)
+    weight = torch.rand(len(mixed), 1, 1, 1, device=images.device)
+    others = mixed[torch.randperm(len(mixed), device=images.device)]
+    return torch.cat((plain, weight * mixed + (1 - weight) * others))
 
 
 def _distillation_loss(images: Tensor, logits: Tensor, teacher: nn.Module) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, quantize_model, report
 from qlightning.backends import available
+from qlightning.errors import ConfigError, QuantizationError
 from qlightning.functional import sqnr
 from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
 
@@ -193,3 +196,37 @@ class TestConversion:
         int8 = quantize_model(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), [torch.randn(2, 256)])
         size = sum(value.numel() * value.element_size() for value in int8.state_dict().values())
         assert size < 256 * 256 * 2 * 1.1
+
+
+def test_an_int8_model_takes_no_weights_but_its_own() -> None:
+    net = Net().eval()
+    one, other = (quantize_model(net, [scale * image()]) for scale in (1, 3))
+    one.load_state_dict(one.state_dict())
+    trained = quantize_model(Net().eval(), [image()])
+    before = other(image(2))
+    torch.manual_seed(0)
+    with pytest.raises(ConfigError, match="takes no other weights"):
+        other.load_state_dict(trained.state_dict())
+    assert other(image(2)).shape == before.shape
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_model_that_cannot_be_pickled_says_what_to_save(int8: bool) -> None:
+    model = prepare(Net())
+    model(image())
+    model = convert(model) if int8 else model
+    x = image(2)
+    with pytest.raises(QuantizationError, match="Save the state dict"):
+        pickle.dumps(model)
+    assert torch.equal(copy.deepcopy(model.eval())(x), model(x))
+    assert torch.equal(copy.copy(model)(x), model(x))
+
+
+def test_the_state_dict_of_a_prepared_model_gives_the_same_int8_model_elsewhere(tmp_path: Path) -> None:
+    model = prepare(Net())
+    model(image())
+    torch.save(model.state_dict(), tmp_path / "prepared.pt")
+    again = prepare(Net())
+    again.load_state_dict(torch.load(tmp_path / "prepared.pt", weights_only=True))
+    x = image(2)
+    assert torch.equal(convert(again)(x), convert(model)(x))

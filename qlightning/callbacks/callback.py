@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from qlightning.callbacks.base import Callback
 from qlightning.callbacks.placement import place_int8, prepared_in_place
 from qlightning.callbacks.preparation import Preparation, adopt_targets, cancel_after_configure_model, prepare_targets
 from qlightning.callbacks.ranks import show_forward
+from qlightning.callbacks.targets import find_targets, localize
 from qlightning.errors import BackendError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph.report import Report, report
@@ -82,10 +84,14 @@ class QuantizationCallback(Callback):
         }
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Saves the prepared form also where int8 modules are in place."""
+        """Saves the prepared form also where int8 modules are in place, and how it was prepared."""
         if self.int8_modules:
             with prepared_in_place(pl_module):
                 checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+        elif self.prepared and not hasattr(checkpoint["state_dict"], "_metadata"):
+            # Others (averages of weights) have put a plain dict there.
+            checkpoint["state_dict"] = OrderedDict(checkpoint["state_dict"])
+            checkpoint["state_dict"]._metadata = pl_module.state_dict()._metadata
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leaves nothing waiting on the LightningModule."""
@@ -129,12 +135,8 @@ class QuantizationCallback(Callback):
         return replace(next(iter(reports.values())), layers=tuple(layers), notes=tuple(notes))
 
     def _has_run(self) -> bool:
-        """Whether a batch has gone through a graph of ours; weights are seen also where others call the layers."""
-        return any(
-            fq.observed and not isinstance(fq, WeightFakeQuantize)
-            for module in self.prepared.values()
-            for _, fq in fake_quantizers(module)
-        )
+        """Whether a batch has gone through a graph of ours."""
+        return any(has_run(module) for module in self.prepared.values())
 
     def _unobserved(self) -> list[str]:
         """The places that no batch has reached, by the names that they have in the LightningModule."""
@@ -144,6 +146,29 @@ class QuantizationCallback(Callback):
             for below, fq in fake_quantizers(module)
             if not fq.observed
         ]
+
+    def check(self, pl_module: nn.Module) -> None:
+        """Checks that the settings suit a LightningModule whose nets are there; leaves it as it is.
+
+        Raises:
+            ConfigError: A name of ``modules``, ``exclude`` or the QConfig matches nothing, or nothing can be quantized.
+        """
+        localize(self.qconfig, pl_module, find_targets(pl_module, self.modules))
+
+    def _check_alone(self, trainer: Any) -> None:
+        """Checks that no other callback quantizes the same modules.
+
+        Raises:
+            ConfigError: One does.
+        """
+        for other in trainer.callbacks:
+            if not isinstance(other, QuantizationCallback) or other is self:
+                continue
+            if self.modules is None or other.modules is None or set(self.modules) & set(other.modules):
+                raise ConfigError(
+                    f"Two callbacks quantize the same modules: {type(self).__name__} and {type(other).__name__}. Use "
+                    "one, or give each its own with modules=[...]."
+                )
 
     def _check_precision(self, trainer: Any) -> None:
         """Checks that parameters and activations are float32 but where autocast computes in less.
@@ -177,6 +202,11 @@ def _patterns(patterns: Any, name: str) -> tuple[Any, ...]:
         if not isinstance(pattern, (str, type)):
             raise ConfigError(f"{name}: {pattern!r} is no name, glob or type of a module.")
     return patterns
+
+
+def has_run(module: nn.Module) -> bool:
+    """Whether a batch has gone through the graph of a module; weights are seen also where others call the layers."""
+    return any(fq.observed and not isinstance(fq, WeightFakeQuantize) for _, fq in fake_quantizers(module))
 
 
 def unobserved_message(pl_module: nn.Module, prepared: Iterable[str]) -> str:

@@ -12,9 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from qlightning.callbacks.rebuild import meet
 from qlightning.callbacks.targets import OWN_FORWARD
 from qlightning.graph import convert, convert_standalone, replace_forward, restore_forward, unprepare
-from qlightning.graph.loading import meet
 from qlightning.graph.state import is_prepared_key
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from qlightning.backends import Backend
 from qlightning.callbacks.base import overrides
 from qlightning.callbacks.placement import place_int8, restore_prepared
+from qlightning.callbacks.rebuild import check_same
 from qlightning.callbacks.targets import find_targets, localize
 from qlightning.graph import facts, is_prepared, prepare, unprepare
-from qlightning.graph.loading import check_same
 from qlightning.qconfig import Mode, QConfig
 
 # What each prepared module was prepared with, so that another callback can tell whether it can go on with it.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from qlightning.backends import Backend
@@ -14,7 +15,6 @@ from qlightning.callbacks.callback import QuantizationCallback, unobserved_messa
 from qlightning.callbacks.placement import int8_modules, restore_prepared
 from qlightning.callbacks.preparation import builds_nets_late
 from qlightning.callbacks.ranks import check_strategy
-from qlightning.callbacks.targets import find_targets, localize
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.graph import unprepare
 from qlightning.qconfig import Mode, Pattern, QConfig
@@ -80,6 +80,7 @@ class PostTrainingQuantization(QuantizationCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finds what is to be quantized, so that a wrong name is an error before anything runs."""
+        self._check_alone(trainer)
         self._check_precision(trainer)
         check_strategy(trainer)
         if stage == "fit":
@@ -89,7 +90,7 @@ class PostTrainingQuantization(QuantizationCallback):
         else:
             self._check_device(trainer)
         if not self._is_placed(pl_module) and not builds_nets_late(pl_module):
-            localize(self.qconfig, pl_module, find_targets(pl_module, self.modules))
+            self.check(pl_module)
 
     # The weights of a `ckpt_path` are there, and the model is where it will run, when a loop starts.
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -118,9 +119,13 @@ class PostTrainingQuantization(QuantizationCallback):
             batches = calibration_batches(trainer, pl_module, self.calibration_data)
             self._prepare(pl_module)
             try:
-                calibrate_with_steps(
+                seen = calibrate_with_steps(
                     trainer, pl_module, self.prepared, batches, self.calibration_batches, self.calibration_fn
                 )
+                if self.calibration_batches is not None and seen < self.calibration_batches:
+                    rank_zero_info(
+                        f"Calibrated on {seen} batches, all that there are ({self.calibration_batches} wanted)."
+                    )
                 if not self._has_run():
                     raise CalibrationError(unobserved_message(pl_module, self.prepared))
                 self._convert(pl_module)

@@ -14,8 +14,9 @@ from qlightning.backends import Backend
 from qlightning.callbacks.averaging import FrozenStatistics, averaging_callbacks, regrid, renew_copies
 from qlightning.callbacks.best import check_monitored, load_best
 from qlightning.callbacks.calibration import calibration_batches
-from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
+from qlightning.callbacks.callback import QuantizationCallback, has_run, unobserved_message
 from qlightning.callbacks.int8_validation import Int8Validation
+from qlightning.callbacks.loading import ensure
 from qlightning.callbacks.placement import int8_modules
 from qlightning.callbacks.preparation import after_configure_model, builds_nets_late
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
@@ -24,9 +25,8 @@ from qlightning.callbacks.reestimation import reestimate_batchnorm
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
 from qlightning.fake_quantize import FakeQuantize, set_fake_quant, set_observers
-from qlightning.graph import captured_roots, is_prepared
+from qlightning.graph import captured_roots, is_prepared, unprepare
 from qlightning.graph.bind import GRAPH_MODULES
-from qlightning.graph.loading import ensure
 from qlightning.qconfig import Mode, Pattern, QConfig
 
 _SWITCHED = (FakeQuantize, _BatchNorm)
@@ -113,6 +113,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         self._is_running = False
         self._roots: list[Any] = []
         self._sizes: list[int] = []
+        self._beyond: list[str] = []
         self._switched: list[nn.Module] = []
         self._frozen_bn: list[nn.Module] = []
         self._ranges: RangeSync | None = None
@@ -130,6 +131,7 @@ class QuantizationAwareTraining(QuantizationCallback):
                 self._check_device(trainer)
             ensure(pl_module)  # a checkpoint is loaded after this hook
             return
+        self._check_alone(trainer)
         if trainer.limit_train_batches == 0:
             raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
         check_finite(self.schedule, trainer)
@@ -159,6 +161,7 @@ class QuantizationAwareTraining(QuantizationCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Checks the schedule against the training, whose length is known now."""
         lengths = lengths_of(trainer)
+        self._beyond = []
         self.schedule.check_order(lengths)
         for name, point in self.schedule.points().items():
             if point.value >= lengths.get(point.unit, torch.inf) and point.value > 0:
@@ -167,6 +170,7 @@ class QuantizationAwareTraining(QuantizationCallback):
                 )
                 if name == "fake_quant_start":
                     raise ConfigError(f"{message} Fake quantization would never start.")
+                self._beyond.append(name)
                 rank_zero_warn(f"{message} It will not happen.")
         if not self._has_run() and self.schedule.at(progress_of(trainer)).observers_frozen:
             raise CalibrationError(
@@ -257,10 +261,12 @@ class QuantizationAwareTraining(QuantizationCallback):
             self._ranges.relink()
         if not self._has_run():
             raise CalibrationError("Fit had no training batch, so no range was observed. Check the training loader.")
+        self._drop_idle()
         if missing := self._unobserved():
             rank_zero_warn(f"No training batch has reached {', '.join(missing)}: what depends on them stays float.")
         progress = progress_of(trainer)
-        if skipped := [name for name, point in self.schedule.points().items() if not point.reached(progress)]:
+        open_points = [name for name, point in self.schedule.points().items() if not point.reached(progress)]
+        if skipped := [name for name in open_points if name not in self._beyond]:
             rank_zero_info(f"Training ended before {', '.join(skipped)}.")
         for module in self.prepared.values():
             set_fake_quant(module, True)
@@ -278,6 +284,21 @@ class QuantizationAwareTraining(QuantizationCallback):
             reestimate_batchnorm(trainer, pl_module, self.prepared, batches, self.reestimate_bn)
         if self.convert:
             self._convert(pl_module)
+
+    def prepare_for_checkpoint(self, pl_module: nn.Module) -> None:
+        """Prepares a float LightningModule for a checkpoint of the prepared form that does not say how."""
+        self._prepare(pl_module)
+
+    def _drop_idle(self) -> None:
+        """Makes the nets float again that no training batch went through, such as a copy that only validation calls."""
+        idle = [name for name, module in self.prepared.items() if not has_run(module)]
+        for name in idle:
+            unprepare(self._preparation.modules.pop(name))
+        if idle:
+            rank_zero_warn(
+                f"No training batch went through {', '.join(idle)}: no ranges were observed, it stays float."
+            )
+            self.report = self._report(self.prepared)
 
     def _apply(self, phase: Phase, trainer: Any) -> None:
         for module in self._modules_to_switch():

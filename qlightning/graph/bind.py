@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections import OrderedDict
@@ -120,6 +121,31 @@ class BoundModule:
     """Marks a module whose forward runs graphs."""
 
     _captured: Captured
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        own = getattr(super(), "__deepcopy__", None)
+        if own is not None:
+            return own(memo)
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        return copied
+
+    def __copy__(self) -> Any:
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(self.__getstate__())  # type: ignore[attr-defined]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class is made at run time, so that no other process could find it.
+
+        Raises:
+            QuantizationError: Always; says what to save instead.
+        """
+        raise QuantizationError(
+            f"{type(self).__name__} is prepared or in int8 and cannot be pickled whole. Save the state dict of the "
+            "prepared model: load_state_dict() of a model that is prepared the same way takes it, and convert() then "
+            "gives the same int8 model."
+        )
 
 
 def bind(module: nn.Module, captured: Captured, marker: type[BoundModule] = BoundModule, **members: Any) -> None:

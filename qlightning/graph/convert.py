@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qlightning.backends import Backend, resolve_backend
 from qlightning.errors import BackendError, CalibrationError, ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
+from qlightning.graph import state
 from qlightning.graph.bind import GRAPH_MODULES, BoundModule, Captured, Program, bind
 from qlightning.graph.preparation import Preparation, PreparedModule, is_prepared
 from qlightning.graph.qdq import GraphConversion
@@ -74,6 +75,7 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
         converted = _convert_tree(prepared, chosen, keep_class)
     converted.__dict__["_preparation"] = preparation
     converted.__dict__["_backend"] = chosen
+    state.guard(converted)
     for parameter in converted.parameters():
         parameter.requires_grad_(False)
     return nn.Module.train(converted, False)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, report, unprepare
-from qlightning.errors import ConfigError
+from qlightning.errors import CalibrationError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers, set_fake_quant, set_observers
 from qlightning.functional import sqnr
 from qlightning.nn.qat import QATLayer
@@ -205,13 +205,21 @@ class TestStateDict:
         added = set(net.state_dict()) - set(keys)
         assert all("fake_quant" in key for key in added)
 
-    def test_a_float_checkpoint_lacks_the_quantization_keys_alone(self, net: Net) -> None:
+    def test_a_float_checkpoint_loads_and_leaves_no_range_of_other_weights(self, net: Net) -> None:
         state = snapshot(Net())
-        prepare(net)
-        result = net.load_state_dict(state, strict=False)
-        assert result.unexpected_keys == []
-        assert set(result.missing_keys) == set(net.state_dict()) - set(state)
+        train(prepare(net))
+        net.load_state_dict(state)
         assert all(torch.equal(net.state_dict()[key], value) for key, value in state.items())
+        assert not any(fq.observed or fq.observer.observed for _, fq in fake_quantizers(net))
+        with pytest.raises(CalibrationError):
+            convert(net)
+
+    def test_one_missing_range_is_an_error(self, net: Net) -> None:
+        train(prepare(net))
+        state = snapshot(net)
+        state.pop(next(key for key in state if key.endswith("observer.min_val")))
+        with pytest.raises(RuntimeError, match="Missing key"):
+            net.load_state_dict(state)
 
     def test_a_qat_checkpoint_loads_into_a_float_net(self, net: Net) -> None:
         train(prepare(net))

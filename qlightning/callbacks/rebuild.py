@@ -6,12 +6,9 @@ import warnings
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from qlightning.errors import ConfigError
-from qlightning.graph import facts
-from qlightning.graph.preparation import is_prepared
-from qlightning.graph.prepare import prepare, unprepare
+from qlightning.graph import facts, is_prepared, prepare, unprepare
 from qlightning.graph.state import is_prepared_key
 from qlightning.nn.quantized import QuantizedLayer
 
@@ -19,8 +16,9 @@ from qlightning.nn.quantized import QuantizedLayer
 def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Prepares the float parts of a module as the facts of a state dict say, before it is loaded.
 
-    A hook of ``load_state_dict``. What stands in int8 is left alone. A state dict of the prepared form that has lost
-    its facts (some averages of weights) is loaded without its ranges, with a warning.
+    A hook of ``load_state_dict``. What stands in int8 is left alone. Where a state dict of the prepared form has
+    lost its facts (averages of weights), a callback of the Trainer says how to prepare; without one it is loaded
+    without its ranges, with a warning.
 
     Raises:
         ConfigError: The module is prepared with other settings; lists the differences. Nothing is loaded.
@@ -42,8 +40,15 @@ def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
         for target in prepared:
             unprepare(target)
         raise
-    if not found and not is_prepared(module) and not any(isinstance(m, QuantizedLayer) for m in module.modules()):
-        _drop(module, state_dict, prefix)
+    if found or is_prepared(module) or any(isinstance(m, QuantizedLayer) for m in module.modules()):
+        return
+    if any(key.startswith(prefix) and is_prepared_key(key) for key in state_dict):
+        callbacks = getattr(getattr(module, "_trainer", None), "callbacks", ())
+        rebuild = next((c.prepare_for_checkpoint for c in callbacks if hasattr(c, "prepare_for_checkpoint")), None)
+        if rebuild is not None:
+            rebuild(module)
+        else:
+            _drop(module, state_dict, prefix)
 
 
 def check_same(saved: facts.Facts, own: facts.Facts, name: str) -> None:
@@ -78,29 +83,3 @@ def _drop(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
             "to load them, too.",
             stacklevel=2,
         )
-
-
-def is_lightning_module(cls: type) -> bool:
-    """Whether a class derives from the LightningModule of either package; Lightning is not imported for it."""
-    return any(base.__name__ == "LightningModule" for base in cls.__mro__)
-
-
-def ensure(module: nn.Module) -> None:
-    """Lets a LightningModule meet state dicts of the prepared form."""
-    if not any(getattr(hook, "hook", None) is meet for hook in module._load_state_dict_pre_hooks.values()):
-        module.register_load_state_dict_pre_hook(meet)
-
-
-def _on_registration(module: nn.Module, name: str, submodule: Any) -> None:
-    if is_lightning_module(type(module)):
-        ensure(module)
-
-
-def watch_lightning_modules() -> None:
-    """Lets every LightningModule that is built from now on meet state dicts of the prepared form.
-
-    ``LightningModule.load_from_checkpoint`` and ``trainer.test(ckpt_path=...)`` build or get a float model and load a
-    state dict strictly, without a hook in between that is not the user's own. So this registers one of torch's global
-    hooks, which sees a LightningModule when its first child is assigned.
-    """
-    register_module_module_registration_hook(_on_registration)
