@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from qlightning.backends import Backend, resolve_backend
@@ -17,6 +18,7 @@ from qlightning.callbacks.ranks import show_forward
 from qlightning.callbacks.targets import find_targets, localize
 from qlightning.errors import BackendError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
+from qlightning.graph.preparation import ask_to_convert
 from qlightning.graph.report import Report, report
 from qlightning.qconfig import Mode, Pattern, QConfig
 from qlightning.version import __version__
@@ -113,6 +115,15 @@ class QuantizationCallback(Callback):
         self._preparation = adopt_targets(pl_module, self.qconfig, self.backend, self.modules, self.mode)
         self.int8_modules = {}
         self.report = self._report(self.prepared)
+
+    def _hand_back(self) -> None:
+        """Lets the state dict that goes to the process that started this one be converted there."""
+        for module in self.prepared.values():
+            ask_to_convert(module)
+        rank_zero_info(
+            "The training ran in processes of its own: the int8 model goes to the LightningModule of the process that "
+            "started them, but int8_model and report of the callback stay behind. strategy='ddp' keeps them."
+        )
 
     def _convert(self, pl_module: nn.Module) -> None:
         show_forward(pl_module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
@@ -10,20 +11,33 @@ from qlightning.callbacks.placement import int8_modules, place_int8
 from qlightning.callbacks.rebuild import meet
 from qlightning.graph import facts
 
+# LightningModules that have met a state dict from a process of their training, which asks to be converted.
+_handed_back: WeakSet[nn.Module] = WeakSet()
+
 
 def ensure(pl_module: nn.Module) -> None:
     """Lets a LightningModule meet state dicts of the prepared form."""
-    if not any(getattr(hook, "hook", None) is meet for hook in pl_module._load_state_dict_pre_hooks.values()):
-        pl_module.register_load_state_dict_pre_hook(meet)
-        pl_module.register_load_state_dict_post_hook(_convert_to_evaluate)
+    if not any(getattr(hook, "hook", None) is _before_load for hook in pl_module._load_state_dict_pre_hooks.values()):
+        pl_module.register_load_state_dict_pre_hook(_before_load)
+        pl_module.register_load_state_dict_post_hook(_after_load)
 
 
-def _convert_to_evaluate(pl_module: nn.Module, _: Any) -> None:
-    """Converts what was loaded where a Trainer without a callback of ours is about to evaluate it."""
+def _before_load(pl_module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    meet(pl_module, state_dict, prefix)
+    if any(found.get("to_convert") for found in facts.read(state_dict, prefix).values()):
+        _handed_back.add(pl_module)
+
+
+def _after_load(pl_module: nn.Module, _: Any) -> None:
+    """Converts what nothing else will: the result of a spawned fit, or what is to be evaluated without a callback."""
     trainer = getattr(pl_module, "_trainer", None)
-    if trainer is None or trainer.state.fn == "fit" or int8_modules(pl_module):
+    alone = (
+        trainer is not None
+        and trainer.state.fn != "fit"
+        and not any(hasattr(callback, "prepare_for_checkpoint") for callback in trainer.callbacks)
+    )
+    if int8_modules(pl_module) or not (alone or pl_module in _handed_back):
         return
-    if any(callable(getattr(callback, "_adopt", None)) for callback in trainer.callbacks):
-        return
+    _handed_back.discard(pl_module)
     for name, module in [(name, m) for name, m in pl_module.named_modules() if facts.of(m) is not None]:
         place_int8(pl_module, {name: module}, module.__dict__["_preparation"].backend)

@@ -14,7 +14,7 @@ from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps
 from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
 from qlightning.callbacks.placement import int8_modules, restore_prepared
 from qlightning.callbacks.preparation import builds_nets_late
-from qlightning.callbacks.ranks import check_strategy
+from qlightning.callbacks.ranks import check_strategy, is_spawned
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.graph import unprepare
 from qlightning.qconfig import Mode, Pattern, QConfig
@@ -128,7 +128,10 @@ class PostTrainingQuantization(QuantizationCallback):
                     )
                 if not self._has_run():
                     raise CalibrationError(unobserved_message(pl_module, self.prepared))
-                self._convert(pl_module)
+                if trainer.state.fn == "fit" and is_spawned(trainer):
+                    self._hand_back()
+                else:
+                    self._convert(pl_module)
             except BaseException:
                 self._undo(pl_module)
                 raise

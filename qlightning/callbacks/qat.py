@@ -20,7 +20,7 @@ from qlightning.callbacks.loading import ensure
 from qlightning.callbacks.placement import int8_modules
 from qlightning.callbacks.preparation import after_configure_model, builds_nets_late
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
-from qlightning.callbacks.ranks import RangeSync, check_strategy, sync_buffers
+from qlightning.callbacks.ranks import RangeSync, check_strategy, is_spawned, sync_buffers
 from qlightning.callbacks.reestimation import reestimate_batchnorm
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
@@ -120,7 +120,7 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def state_dict(self) -> dict[str, Any]:
         points = {name: str(point) for name, point in self.schedule.points().items()}
-        return {**super().state_dict(), "schedule": points}
+        return {**super().state_dict(), "schedule": points, "position": str(self._phase) if self._phase else ""}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepares the nets before Lightning restores a checkpoint, wraps the model and builds the optimizers."""
@@ -282,7 +282,9 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self.reestimate_bn:
             batches = calibration_batches(trainer, pl_module, None)
             reestimate_batchnorm(trainer, pl_module, self.prepared, batches, self.reestimate_bn)
-        if self.convert:
+        if self.convert and is_spawned(trainer):
+            self._hand_back()
+        elif self.convert:
             self._convert(pl_module)
 
     def prepare_for_checkpoint(self, pl_module: nn.Module) -> None:

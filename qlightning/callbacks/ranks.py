@@ -41,6 +41,16 @@ def check_strategy(trainer: Any) -> None:
         )
 
 
+def is_spawned(trainer: Any) -> bool:
+    """Whether the Trainer runs its stages in processes of their own (``ddp_spawn``, ``ddp_fork``).
+
+    Nothing of them comes back to the process that started them but rank zero's state dict, which Lightning loads into
+    the LightningModule there.
+    """
+    launcher = trainer.strategy.launcher
+    return any(cls.__name__ == "_MultiProcessingLauncher" for cls in type(launcher).__mro__)
+
+
 class RangeSync:
     """Gives every rank of a training the same ranges; does nothing where there is one rank.
 

@@ -51,7 +51,8 @@ def of(module: nn.Module) -> Facts | None:
     preparation: Preparation | None = module.__dict__.get("_preparation")
     if preparation is None or not is_prepared(module):  # a converted copy knows how it was prepared, too
         return None
-    return collect(preparation.qconfig, preparation.backend.name, preparation.mode)
+    found = collect(preparation.qconfig, preparation.backend.name, preparation.mode)
+    return {**found, "to_convert": True} if preparation.to_convert else found
 
 
 def read(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Facts]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -27,6 +27,7 @@ class Preparation:
         mode: "qat" or "ptq".
         reasons: Why a layer stays float, by its name.
         failures: Modules whose forward could not be traced.
+        to_convert: Whether who loads the model's state dict is to convert it.
     """
 
     qconfig: QConfig
@@ -34,6 +35,7 @@ class Preparation:
     mode: Mode
     reasons: dict[str, str] = field(default_factory=dict)
     failures: tuple[TraceFailure, ...] = ()
+    to_convert: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
         return self
@@ -46,6 +48,11 @@ class PreparedModule(BoundModule):
 def is_prepared(module: nn.Module) -> bool:
     """Whether a module, or a part of it, is prepared."""
     return any(isinstance(m, PreparedModule) for m in module.modules())
+
+
+def ask_to_convert(module: nn.Module) -> None:
+    """Lets the state dicts of a prepared module ask who loads them to convert it."""
+    module.__dict__["_preparation"] = replace(module.__dict__["_preparation"], to_convert=True)
 
 
 def captured_roots(module: nn.Module) -> list[tuple[str, nn.Module]]:

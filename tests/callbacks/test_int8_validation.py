@@ -8,7 +8,7 @@ from torch import nn
 
 from qlightning import QuantizationAwareTraining, convert, prepare
 from qlightning.errors import BackendError, ConfigError
-from qlightning.graph import restore_forward
+from qlightning.graph import is_prepared, restore_forward
 from tests.callbacks.nets import assert_same_state, loader, samples, state_of, task, trainer
 
 
@@ -109,10 +109,11 @@ def test_an_interrupted_int8_validation_leaves_the_prepared_net(pl, tmp_path):
 
 def test_an_accelerator_without_int8_kernels_is_refused(pl, tmp_path):
     callback = QuantizationAwareTraining(validate_int8=True, backend="onednn")
-    run = trainer(pl, tmp_path, callback)
-    run.strategy._root_device = torch.device("meta")  # no accelerator is here
+    run, model = trainer(pl, tmp_path, callback), task(pl)
+    run.strategy._root_device = torch.device("cuda")  # no accelerator is here, so fit would not come that far
     with pytest.raises(BackendError, match="run on the CPU"):
-        run.fit(task(pl), loader())
+        callback.setup(run, model, "fit")
+    assert not is_prepared(model)
 
 
 @pytest.mark.parametrize("convert_from", ["best", "last", True])
