@@ -145,6 +145,7 @@ class QuantizationAwareTraining(QuantizationCallback):
 
         def prepare() -> None:
             self._prepare(pl_module)
+            self._warn_frozen()
             renew_copies(trainer, pl_module)
             self._ranges = RangeSync(trainer, pl_module, self.prepared)
 
@@ -290,6 +291,16 @@ class QuantizationAwareTraining(QuantizationCallback):
     def prepare_for_checkpoint(self, pl_module: nn.Module) -> None:
         """Prepares a float LightningModule for a checkpoint of the prepared form that does not say how."""
         self._prepare(pl_module)
+
+    def _warn_frozen(self) -> None:
+        """Says which nets are quantized though nothing in them is trained: teachers, losses that are nets."""
+        trained = {name: any(p.requires_grad for p in m.parameters()) for name, m in self.prepared.items()}
+        frozen = [name for name, is_trained in trained.items() if not is_trained]
+        if self.modules is None and frozen and any(trained.values()):
+            rank_zero_warn(
+                f"{', '.join(frozen)} has no parameter that is trained, and is quantized like the rest. If it is a teacher "
+                f"or the like, leave it out: modules={[name for name in trained if name not in frozen]!r}."
+            )
 
     def _drop_idle(self) -> None:
         """Makes the nets float again that no training batch went through, such as a copy that only validation calls."""

@@ -8,8 +8,10 @@ import torch
 
 import qlightning
 from qlightning import PostTrainingQuantization, QConfig, QScheme, QuantizationAwareTraining, convert
+from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Progress
 from qlightning.errors import ConfigError
 from qlightning.graph import is_prepared
+from qlightning.nn.quantized import QuantizedLayer
 from qlightning.observers import MinMaxObserver, MovingAverageObserver
 from tests.callbacks.nets import Net, assert_same_state, loader, samples, state_of, task, trainer
 
@@ -264,3 +266,38 @@ def test_an_observer_that_is_not_imported_is_named(tmp_path):
         model.load_state_dict(prepared.state_dict())
     assert_same_state(state_of(model), before)
     assert not is_prepared(model)
+
+
+@pytest.mark.parametrize("how", ["test", "validate", "predict"])
+def test_a_checkpoint_is_evaluated_in_int8_without_the_callback_too(pl, tmp_path, how):  # C03
+    model, _, _, saver = checkpointed_fit(pl, tmp_path)
+    fresh = task(pl)
+    data = loader() if how != "predict" else torch.utils.data.DataLoader(samples(8)[0], 4)
+    getattr(trainer(pl, tmp_path, None), how)(fresh, data, ckpt_path=saver.last_model_path)
+    x = torch.randn(4, 3, 8, 8)
+    assert torch.equal(fresh(x), model(x))
+    assert isinstance(fresh.net.conv1, QuantizedLayer)
+
+
+def test_what_was_calibrated_is_saved_and_evaluated_elsewhere(pl, tmp_path):
+    model, callback = task(pl), PostTrainingQuantization(calibration_data=loader())
+    run = trainer(pl, tmp_path, callback)
+    run.fit(model, loader(64))
+    run.save_checkpoint(tmp_path / "ptq.ckpt")
+    fresh = task(pl)
+    trainer(pl, tmp_path, None).test(fresh, loader(), ckpt_path=tmp_path / "ptq.ckpt", verbose=False)
+    x = torch.randn(4, 3, 8, 8)
+    assert torch.equal(fresh(x), model(x))
+
+
+def test_a_checkpoint_says_where_it_stands(pl, tmp_path):
+    _, callback, _, saver = checkpointed_fit(pl, tmp_path)
+    states = torch.load(saver.last_model_path, weights_only=True)["callbacks"]
+    (facts,) = [state for key, state in states.items() if key.startswith("QuantizationAware")]
+    assert facts["version"] == qlightning.__version__
+    assert facts["schedule"] == {
+        "fake_quant_start": "epoch 0",
+        "freeze_observers": f"{FREEZE_OBSERVERS} of the training",
+        "freeze_bn": f"{FREEZE_BN} of the training",
+    }
+    assert facts["position"] == str(callback.schedule.at(Progress(1, 15, 15 / 16)))

@@ -7,7 +7,7 @@ import pytorch_lightning
 import torch
 from torch import nn
 
-from qlightning import QConfig, QuantizationAwareTraining, convert
+from qlightning import PostTrainingQuantization, QConfig, QuantizationAwareTraining, convert
 from qlightning.callbacks.placement import prepared_in_place
 from qlightning.errors import BackendError, CalibrationError, ConfigError, NonFiniteError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
@@ -735,3 +735,38 @@ def test_a_copy_of_the_lightning_module_is_one_of_its_own(tmp_path):
         assert is_prepared(model.net)
         assert not is_prepared(twin.net)
     assert model.net is callback.int8_model
+
+
+def test_a_net_that_only_validation_calls_stays_float_and_the_others_are_converted(pl, tmp_path):
+    class Target(type(task(pl))):
+        def __init__(self):
+            super().__init__()
+            self.target = copy.deepcopy(self.net)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", nn.functional.cross_entropy(self.target(batch[0]), batch[1]))
+
+    model, callback = Target(), QuantizationAwareTraining()
+    with pytest.warns(UserWarning, match="No training batch went through target"):
+        trainer(pl, tmp_path, callback).fit(model, loader(), loader())
+    assert model.net is callback.int8_model
+    assert type(model.target) is Net
+    assert {layer.name.split(".")[0] for layer in callback.report.layers} == {"net"}
+
+
+@pytest.mark.parametrize("other", [PostTrainingQuantization(), QuantizationAwareTraining(modules=["net"])])
+def test_two_callbacks_for_the_same_net_are_refused(tmp_path, other):
+    model = task(pytorch_lightning)
+    before = state_of(model)
+    with pytest.raises(ConfigError, match="Two callbacks quantize the same modules"):
+        trainer(pytorch_lightning, tmp_path, [QuantizationAwareTraining(), other]).fit(model, loader())
+    assert_same_state(state_of(model), before)
+
+
+def test_a_frozen_net_is_quantized_with_a_warning(tmp_path):
+    model = task(pytorch_lightning)
+    model.teacher = Net().requires_grad_(False)
+    step = model.training_step
+    model.training_step = lambda batch, batch_idx: step(batch, batch_idx) + 0 * model.teacher(batch[0]).mean()
+    with pytest.warns(UserWarning, match=r"teacher has no parameter that is trained.*modules=\['net'\]"):
+        trainer(pytorch_lightning, tmp_path, QuantizationAwareTraining(), max_epochs=1).fit(model, loader())

@@ -90,6 +90,7 @@ def test_a_run_starts_from_the_float_weights_of_another(finished, compose_run, t
         (["qat_training.optimizer.lr=-1"], "qat_training.*-1"),
         (["qat_training.schedule=null"], "qat_training.schedule"),
         (["+qconfig.weigth=1"], "weigth"),
+        (["+callbacks.quantization.exclude=[net.linea]"], "net.linea.*Did you mean"),
         (["activation_observer._target_=qlightning.observers.Minmax"], "Minmax"),
     ],
 )
