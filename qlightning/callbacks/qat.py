@@ -298,8 +298,8 @@ class QuantizationAwareTraining(QuantizationCallback):
         frozen = [name for name, is_trained in trained.items() if not is_trained]
         if self.modules is None and frozen and any(trained.values()):
             rank_zero_warn(
-                f"{', '.join(frozen)} has no parameter that is trained, and is quantized like the rest. If it is a teacher "
-                f"or the like, leave it out: modules={[name for name in trained if name not in frozen]!r}."
+                f"{', '.join(frozen)} has no parameter that is trained, and is quantized like the rest. If it is a "
+                f"teacher or the like, leave it out: modules={[name for name in trained if name not in frozen]!r}."
             )
 
     def _drop_idle(self) -> None:
