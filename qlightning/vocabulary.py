@@ -33,6 +33,7 @@ class Kind(enum.Enum):
     FAKE_QUANT = "fake quant"
     SOURCE = "source"  # an input, a parameter
     FLOAT = "float"  # all other computing on tensors
+    NUMBER = "number"  # read out of a tensor: no tensor, but of its values
     OTHER = "other"  # sizes, flags: no tensor
 
 
@@ -43,19 +44,24 @@ class Op:
     Attributes:
         kind: See Kind.
         inputs: The nodes of the tensors it computes on; for a layer, its activation alone.
-        sequence: Whether the result is a sequence of tensors.
+        shape: For OTHER: whether it asks for what a tensor and its codes have in common.
     """
 
     kind: Kind
     inputs: tuple[fx.Node, ...] = ()
-    sequence: bool = False
+    shape: bool = False
+
+
+# What torch takes for its own names, as numpy calls them.
+_NUMPY_NAMES = {"dim": ("axis",), "keepdim": ("keepdims",), "input": ("x", "a", "x1"), "other": ("x2",)}
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, given by position or by keyword."""
+    """An argument of a call, given by position or by keyword, under torch's name or numpy's."""
     if len(node.args) > index:
         return node.args[index]
-    return node.kwargs.get(name, default)
+    names = (name, *_NUMPY_NAMES.get(name, ()))
+    return next((node.kwargs[n] for n in names if n in node.kwargs), default)
 
 
 def function_name(target: Any) -> str:
@@ -198,8 +204,12 @@ _MOVES = {
     "index_select",
 }
 _SEQUENCES = {"chunk", "split", "tensor_split", "unbind", "split_with_sizes", "unsafe_chunk", "unsafe_split"}
-_NOT_TENSORS = {"size", "dim", "ndimension", "numel", "nelement", "item", "tolist", "stride", "get_device", "len"}
-_FACTS = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes", "is_nested"}
+# Questions whose answer is no tensor: the same for a tensor and its codes, or not.
+_SHAPE_CALLS = {"size", "dim", "ndimension", "numel", "nelement", "get_device", "len", "__len"}
+_SHAPE_ATTRIBUTES = {"shape", "device", "ndim", "is_cuda"}
+_TYPE_CALLS = {"is_floating_point", "is_complex", "is_signed", "element_size", "stride", "is_contiguous"}
+_TYPE_ATTRIBUTES = {"dtype", "layout", "requires_grad", "itemsize", "nbytes", "is_nested"}
+_NUMBERS = {"item", "tolist"}
 _NEAREST = ("nearest", "nearest-exact")
 
 
@@ -226,7 +236,7 @@ class Vocabulary:
 
     def is_tensor(self, value: Any) -> bool:
         """Whether an argument is, as far as can be told, a tensor."""
-        return isinstance(value, fx.Node) and self._ops[value].kind is not Kind.OTHER
+        return isinstance(value, fx.Node) and self._ops[value].kind not in (Kind.OTHER, Kind.NUMBER)
 
     def elementwise(self, node: fx.Node) -> Elementwise:
         """For a node of kind ACTIVATION: the ATen operator, its arguments behind the tensor, its keywords."""
@@ -252,6 +262,17 @@ class Vocabulary:
         """For a node of kind BINARY: "add" or "mul"."""
         return _ARITHMETIC[function_name(node.target)]
 
+    def computed_argument(self, node: fx.Node) -> str:
+        """What of a layer that is called as a function the forward computes anew; empty where it can be int8."""
+        if not isinstance(argument(node, 0, "input"), fx.Node):
+            return "input"
+        for index, name in ((1, "weight"), (2, "bias")):
+            value = argument(node, index, name)
+            if not self._is_parameter(value) and (name == "weight" or value is not None):
+                return name
+        known = {argument(node, index, name) for index, name in ((0, "input"), (1, "weight"), (2, "bias"))}
+        return "geometry" if set(node.all_input_nodes) - known else ""
+
     def _classify(self, node: fx.Node) -> Op:
         if node.op == "placeholder" or node.op == "get_attr":
             return Op(Kind.SOURCE)
@@ -273,7 +294,7 @@ class Vocabulary:
             return Op(Kind.FLOAT)
         if layer_type(module) is not None and len(node.args) + len(node.kwargs) == 1:
             return Op(Kind.LAYER, inputs)
-        if isinstance(module, _BatchNorm):
+        if _known(module, (_BatchNorm,)):
             return Op(Kind.BATCH_NORM, inputs)
         if _known(module, _ACTIVATION_MODULES):
             return Op(Kind.ACTIVATION, inputs)
@@ -281,7 +302,7 @@ class Vocabulary:
             return Op(Kind.POOL, inputs)
         if _known(module, _SAME_MODULES) and self._keeps_grid(module):
             return Op(Kind.SAME, inputs)
-        return Op(Kind.FLOAT, inputs, sequence=isinstance(module, OPAQUE))
+        return Op(Kind.FLOAT, inputs)
 
     @staticmethod
     def _keeps_grid(module: Any) -> bool:
@@ -296,21 +317,27 @@ class Vocabulary:
         if node.op == "call_function" and not is_known_origin(node.target):
             return Op(Kind.FLOAT, inputs)
         if name in ("getattr", "__getattr__"):
-            return Op(Kind.OTHER) if node.args[1] in _FACTS else Op(Kind.FLOAT, inputs)
-        if name in _NOT_TENSORS:
-            return Op(Kind.OTHER)
-        if name in LAYER_FUNCTIONS and node.op == "call_function":
-            x, weight = argument(node, 0, "input"), argument(node, 1, "weight")
-            if self._is_weight(weight) and isinstance(x, fx.Node):
-                return Op(Kind.LAYER, (x,))
+            if node.args[1] in _SHAPE_ATTRIBUTES | _TYPE_ATTRIBUTES:
+                return Op(Kind.OTHER, shape=node.args[1] in _SHAPE_ATTRIBUTES)
             return Op(Kind.FLOAT, inputs)
+        if name in _SHAPE_CALLS | _TYPE_CALLS:
+            return Op(Kind.OTHER, shape=name in _SHAPE_CALLS)
+        if name in _NUMBERS:
+            return Op(Kind.NUMBER, inputs)
+        if name.startswith("dequantize_per_"):  # in a QDQ graph
+            return Op(Kind.FAKE_QUANT, inputs)
+        if node.kwargs.get("out") is not None:
+            return Op(Kind.FLOAT, inputs)
+        if name in LAYER_FUNCTIONS and node.op == "call_function":
+            computed = self.computed_argument(node)
+            return Op(Kind.FLOAT, inputs) if computed else Op(Kind.LAYER, (argument(node, 0, "input"),))
         if name == "getitem":
             parent = self._ops[first]
-            if parent.kind is Kind.SOURCE or (parent.kind is Kind.FLOAT and parent.sequence):
-                return Op(Kind.SOURCE if parent.kind is Kind.SOURCE else Kind.FLOAT, inputs)
+            if parent.kind in (Kind.SOURCE, Kind.FLOAT):  # which may be a tuple: the grid is that of what is taken
+                return Op(parent.kind, inputs)
             picks_codes = isinstance(node.args[1], (int, slice, tuple, type(None), type(Ellipsis))) and len(inputs) == 1
             return Op(Kind.SAME if picks_codes else Kind.FLOAT, inputs)
-        if name in _ACTIVATION_FUNCTIONS and len(inputs) == 1:
+        if name in _ACTIVATION_FUNCTIONS and node.all_input_nodes == [argument(node, 0, "input")]:
             return Op(Kind.ACTIVATION, inputs)
         if name in ("clamp", "clip") and all(
             isinstance(argument(node, i, k), (int, float)) for i, k in ((1, "min"), (2, "max"))
@@ -326,21 +353,25 @@ class Vocabulary:
         if name in _POOL_FUNCTIONS:
             return Op(Kind.POOL, inputs)
         if name in _SEQUENCES:
-            return Op(Kind.SAME, inputs, sequence=True)
-        if (name in _MOVES or name in _DROPOUTS) and inputs == (argument(node, 0, "input"),):
             return Op(Kind.SAME, inputs)
-        if name in _MAX_POOL_FUNCTIONS and not argument(node, 99, "return_indices", False):
+        if (name in _MOVES or name in _DROPOUTS) and inputs == (argument(node, 0, "input"),):
+            to_dtype = any(is_dtype(value) for value in (*node.args[1:], *node.kwargs.values()))
+            return Op(Kind.FLOAT if to_dtype else Kind.SAME, inputs)
+        if name in _MAX_POOL_FUNCTIONS and not argument(
+            node, 2 if name.startswith("adaptive") else 6, "return_indices", False
+        ):
             return Op(Kind.SAME, inputs)
         if name == "pad" and (argument(node, 2, "mode", "constant") != "constant" or not argument(node, 3, "value", 0)):
             return Op(Kind.SAME, inputs)
         if name == "interpolate" and argument(node, 3, "mode", "nearest") in _NEAREST:
             return Op(Kind.SAME, inputs)
-        return Op(Kind.FLOAT, inputs, sequence=name in ("topk", "sort", "max", "min") and len(node.args) > 1)
+        return Op(Kind.FLOAT, inputs)
 
     def _classify_arithmetic(self, node: fx.Node, name: str, inputs: tuple[fx.Node, ...]) -> Op:
         left, right = _operands(node)
         tensors = [value for value in (left, right) if self.is_tensor(value)]
-        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
+        plain = node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("rounding_mode") is None
+        if not plain or len(node.args) > 2:  # torch.add(x, 2, y): the factor of y by position
             return Op(Kind.FLOAT, inputs)
         numbers = [value for value in (left, right) if isinstance(value, (int, float)) and not isinstance(value, bool)]
         if len(tensors) == 1 and len(numbers) == 1:
@@ -351,7 +382,7 @@ class Vocabulary:
             return Op(Kind.BINARY, (left, right))
         return Op(Kind.FLOAT, inputs)
 
-    def _is_weight(self, value: Any) -> bool:
+    def _is_parameter(self, value: Any) -> bool:
         """A parameter, or a parameter behind its fake-quantizer."""
         if isinstance(value, fx.Node) and value.op == "call_module" and self._ops[value].kind is Kind.FAKE_QUANT:
             value = value.args[0]
@@ -374,17 +405,27 @@ def is_known_origin(target: Any) -> bool:
     return origin.partition(".")[0] in ("torch", "_operator", "builtins") or function_name(target) == "stochastic_depth"
 
 
+def is_dtype(value: Any) -> bool:
+    """Whether an argument is a dtype, or a node that asks a tensor for its."""
+    if isinstance(value, fx.Node):
+        return function_name(value.target) == "getattr" and str(value.args[1]) == "dtype"
+    return isinstance(value, torch.dtype)
+
+
 def _operands(node: fx.Node) -> tuple[Any, Any]:
-    return argument(node, 0, "input"), argument(node, 1, "other")
+    """The left and the right side of an arithmetic call."""
+    left, right = argument(node, 0, "input"), argument(node, 1, "other")
+    return (right, left) if function_name(node.target) == "rsub" else (left, right)
 
 
 def _known(module: nn.Module, table: Any) -> type[nn.Module] | None:
     """The torch module of a table that a module computes as: the class itself, or a subclass with the same forward."""
     for entry in table:
         if isinstance(module, entry):
-            # A private base of torch's (the paddings) has its forward in its subclasses or in itself.
-            own = type(module).__module__.startswith("torch.nn.")
-            return entry if own or type(module).forward is entry.forward else None
+            # That of torch's own: a private base (the paddings, BatchNorm) has its forward in its subclasses, too.
+            own: Any = next(cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn."))
+            same = type(module).forward is own.forward and "forward" not in vars(module)
+            return entry if same and issubclass(own, entry) else None
     return None
 
 

@@ -345,21 +345,23 @@ class _Lowering:
         return _Value(q, copied)
 
     def _copy(self, node: fx.Node) -> _Value:
-        questions = self._ops[node].kind is Kind.OTHER
+        op = self._ops[node]
+        of_shape = op.kind is Kind.OTHER and op.shape
         module = self._ops.module(node)
         parts = () if module is None else module.modules()
-        users_code = (
+        of_memory = (
             node.op == "output"
+            or function_name(node.target) in _OF_MEMORY
             or (node.op == "call_function" and not is_known_origin(node.target))
             or any(not type(m).__module__.startswith("torch.nn.") for m in parts)
         )
 
         def take(n: fx.Node) -> fx.Node:
-            if questions:
+            if of_shape:
                 return self._any(self._values[n])
             floats = self._as_float(self._values[n])
             # What the user's code gets is laid out as in the float model: it may ask for a view.
-            return self._call(kernels.contiguous, floats) if users_code else floats
+            return self._call(kernels.contiguous, floats) if of_memory else floats
 
         copied = self._new.node_copy(node, take)
         _allow_any_layout(copied)
@@ -373,6 +375,7 @@ class _Lowering:
         return self._new.call_function(function, args, kwargs)
 
 
+_OF_MEMORY = {"as_strided", "stride", "is_contiguous", "storage_offset", "view_as_complex"}
 _FLOAT_MOVES = (nn.MaxPool1d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
 
 

@@ -14,7 +14,7 @@ from qlightning.graph.capture import CapturedRoot
 from qlightning.graph.tracing import TraceFailure, has_layers
 from qlightning.nn.qat import QATLayer, layer_type
 from qlightning.qconfig import Mode, QConfig, Resolver
-from qlightning.vocabulary import function_name
+from qlightning.vocabulary import LAYER_FUNCTIONS, Vocabulary, function_name
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ def float_reasons(
 ) -> dict[str, str]:
     """Why each layer that is not in a graph stays float."""
     reasons: dict[str, str] = {}
-    passed = {name: function for root in roots for name, function in _passed_weights(root)}
+    roots = list(roots)
+    passed = {name: reason for root in roots for name, reason in _passed_weights(root)}
+    otherwise = {name: reason for root in roots for name, reason in _called_with_more(root)}
     for name, module in model.named_modules():
         base = next((cls for cls in type(module).__mro__ if cls in (nn.Linear, *CONV_TYPES)), None)
         if base is None or name in called or isinstance(module, QATLayer):
@@ -78,7 +80,9 @@ def float_reasons(
         elif layer_type(module) is None:
             reasons[name] = f"{type(module).__name__} has a forward of its own"
         elif name in passed:
-            reasons[name] = f"its weight goes to {passed[name]}(), which is called in one piece"
+            reasons[name] = passed[name]
+        elif name in otherwise:
+            reasons[name] = otherwise[name]
         else:
             reasons[name] = "not called as a module by the forward that was traced"
     return reasons
@@ -88,14 +92,28 @@ CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTransp
 
 
 def _passed_weights(root: CapturedRoot) -> Iterator[tuple[str, str]]:
-    """Layers whose weight a graph hands to a function, and the function's name."""
+    """Layers whose weight a graph hands to a function, and why that does not make them int8."""
     for graph in root.graphs.values():
+        ops = Vocabulary(graph, root.module)
         for node in graph.nodes:
             if node.op == "get_attr" and str(node.target).endswith(".weight"):
                 layer = f"{root.path}.{node.target}".removeprefix(".").removesuffix(".weight")
-                functions = [function_name(user.target) for user in node.users if user.op == "call_function"]
+                functions = [user for user in node.users if user.op == "call_function"]
                 if functions:
-                    yield layer, functions[0]
+                    name = function_name(functions[0].target)
+                    computed = ops.computed_argument(functions[0]) if name in LAYER_FUNCTIONS else ""
+                    why = f"beside a {computed} that the forward computes" if computed else ""
+                    yield layer, f"its weight goes to {name}(){' ' + why if why else ', which is called in one piece'}"
+
+
+def _called_with_more(root: CapturedRoot) -> Iterator[tuple[str, str]]:
+    """Layers that a graph gives more than their input, and what that is."""
+    for graph in root.graphs.values():
+        for node in graph.nodes:
+            if node.op == "call_module" and len(node.args) + len(node.kwargs) > 1:
+                more = [*node.kwargs] if node.args else [*node.kwargs][1:]
+                named = ", ".join(more) or "further arguments"
+                yield f"{root.path}.{node.target}".removeprefix("."), f"called with {named} beside its input"
 
 
 def _opaque_parent(model: nn.Module, name: str) -> str | None:

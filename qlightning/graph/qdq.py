@@ -68,7 +68,9 @@ class GraphConversion:
         self._float_calls = {
             str(n.target)
             for n in graph.nodes
-            if n.op == "call_module" and self._ops[n].kind is Kind.LAYER and not self._is_int8(n)
+            if n.op == "call_module"
+            and isinstance(self._ops.module(n), QATLayer)
+            and not (self._ops[n].kind is Kind.LAYER and self._is_int8(n))
         }
 
     def run(self) -> fx.Graph:
