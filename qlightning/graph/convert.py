@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import _WrappedHook
 from torch.nn.parallel import DistributedDataParallel
 
 from qlightning.backends import Backend, resolve_backend
@@ -126,7 +127,7 @@ def _shell(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
         skipped.update(module.__dict__)
     shell.__dict__.update(
         {
-            k: copy.copy(v) if k.startswith("_") and "hooks" in k else v
+            k: _hooks_of(shell, v) if k.startswith("_") and "hooks" in k and isinstance(v, dict) else v
             for k, v in module.__dict__.items()
             if k not in skipped
         }
@@ -136,6 +137,15 @@ def _shell(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     for name, buffer in module._buffers.items():
         shell._buffers[name] = None if buffer is None else _copied(buffer)
     return shell
+
+
+def _hooks_of(shell: nn.Module, hooks: dict[int, Any]) -> dict[int, Any]:
+    """The hooks of a module for its shell; those that are given the module get the shell, not the module."""
+    copied = copy.copy(hooks)
+    for key, hook in hooks.items():
+        if isinstance(hook, _WrappedHook) and hook.with_module:
+            copied[key] = _WrappedHook(hook.hook, shell)
+    return copied
 
 
 def _deepcopied(module: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import warnings
 from collections import OrderedDict, namedtuple
@@ -501,6 +502,17 @@ class TestCalls:
         fired.clear()
         convert(net)(image())
         assert {"net", "body"} <= set(fired)
+
+    def test_hooks_of_loading_get_the_int8_net(self) -> None:
+        seen: list[nn.Module] = []
+        net = nn.Sequential(conv(), nn.ReLU(), conv(4))
+        net.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+        int8 = convert(calibrate(prepare(net, mode="ptq"), [image()]))
+        del net
+        gc.collect()
+        for model in (int8, copy.deepcopy(int8)):
+            model.load_state_dict(int8.state_dict())
+            assert seen.pop() is model
 
 
 class TestModules:
