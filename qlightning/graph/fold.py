@@ -9,17 +9,22 @@ from torch import Tensor
 
 from qlightning.fake_quantize import WeightFakeQuantize
 from qlightning.functional import quantize
-from qlightning.nn.qat import bn_factor, grid_scales_with_channel
+from qlightning.nn.qat import bn_factor
 from qlightning.nn.quantized import QuantizedLayer
 
 
 def quantized_layer(
-    weight: Tensor, bias: Tensor | None, fq: WeightFakeQuantize, bn: Any | None, kind: str = ""
+    weight: Tensor,
+    bias: Tensor | None,
+    fq: WeightFakeQuantize,
+    bn: Any | None,
+    kind: str = "",
+    multiplier: Tensor | None = None,
 ) -> QuantizedLayer:
     """Quantizes a layer's weight as its fake-quantizer does, and folds the BatchNorm behind it in.
 
-    With f = gamma / sqrt(running_var + eps): weight * f and (bias - running_mean) * f + beta. Where the grid scales
-    with the channel, f goes into its scale, and its sign into the codes; else it is weight * f that is on the grid.
+    With f = gamma / sqrt(running_var + eps): weight * f and (bias - running_mean) * f + beta. It is weight * multiplier
+    that is on the grid, as in training; f / multiplier goes into the scales of the channels, its sign into the codes.
 
     Args:
         weight: The float weight, in the layer's layout.
@@ -27,27 +32,26 @@ def quantized_layer(
         fq: The fake-quantizer of the weight.
         bn: The BatchNorm, or None.
         kind: The type of the layer, for the report.
+        multiplier: float32 (out,): what the fake-quantizer was given beside the weight; None for nothing.
     """
-    fq = fq.observed_on(weight, None if bn is None or grid_scales_with_channel(fq.scheme) else bn_factor(bn))
+    fq = fq.observed_on(weight, multiplier)
     w = fq.to_output_first(weight.detach().float())
     channels = w.shape[0]
     scale, zero_point = fq.scale.detach().clone(), fq.zero_point.detach().clone()
     if scale.dim() == 0:
         scale, zero_point = scale.repeat(channels), zero_point.repeat(channels)
-    if bn is None:
+    if multiplier is None:
         codes = quantize(w, fq.scale, fq.zero_point, fq.scheme)
+    else:
+        codes = quantize(w * _shaped(multiplier, w), fq.scale, fq.zero_point, fq.scheme)
+    factor = torch.ones_like(scale) if bn is None else bn_factor(bn)
+    codes, scale, zero_point = _scaled(codes, scale, zero_point, factor if multiplier is None else factor / multiplier)
+    if bn is None:
         new_bias = None if bias is None else bias.detach().float().clone()
     else:
-        factor = bn_factor(bn)
         gamma_is_zero = torch.zeros_like(factor, dtype=torch.bool) if bn.weight is None else bn.weight == 0
-        shaped = factor.view(-1, *[1] * (w.dim() - 1))
-        if grid_scales_with_channel(fq.scheme):
-            codes = quantize(w, fq.scale, fq.zero_point, fq.scheme) * shaped.sign().to(torch.int8)
-            scale = scale * factor.abs()
-        else:
-            codes = quantize(w * shaped, fq.scale, fq.zero_point, fq.scheme)
         if bool(gamma_is_zero.any()):
-            codes[gamma_is_zero] = zero_point[gamma_is_zero].to(codes.dtype).view(-1, *[1] * (w.dim() - 1))
+            codes[gamma_is_zero] = _shaped(zero_point[gamma_is_zero].to(codes.dtype), w)
         mean = bn.running_mean.float()
         start = -mean if bias is None else bias.detach().float() - mean
         new_bias = start * factor.masked_fill(gamma_is_zero, 0.0)
@@ -57,3 +61,23 @@ def quantized_layer(
     return QuantizedLayer(
         codes.cpu(), scale.cpu(), zero_point.cpu(), new_bias, fq.transposed_groups, kind, str(fq.scheme)
     )
+
+
+def _shaped(channels: Tensor, weight: Tensor) -> Tensor:
+    """A value a channel, as it multiplies a weight (out, ...)."""
+    return channels.view(-1, *[1] * (weight.dim() - 1))
+
+
+def _scaled(codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A quantized weight times a factor a channel, exactly: codes, scale and zero point.
+
+    Of a negative factor the sign goes into the codes. Where a channel has one without an opposite (-128), or the codes
+    are unsigned, it stays in the scale.
+    """
+    ends = torch.iinfo(codes.dtype)
+    opposite = -codes.int()
+    has_room = ((opposite >= ends.min) & (opposite <= ends.max)).flatten(1).all(1)
+    has_room &= (-zero_point >= ends.min) & (-zero_point <= ends.max)
+    flips = (factor < 0) & has_room
+    codes = torch.where(_shaped(flips, codes), opposite.to(codes.dtype), codes)
+    return codes, scale * torch.where(flips, -factor, factor), torch.where(flips, -zero_point, zero_point)

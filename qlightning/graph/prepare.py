@@ -102,13 +102,13 @@ def prepare(
 def _apply(root: CapturedRoot, resolver: Resolver, mode: Mode) -> set[str]:
     """Prepares one root; returns the names of its layers that became QAT layers."""
     preparer = GraphPreparer(root.path, resolver, mode, root.leaves)
-    layers: dict[str, Any] = {}
+    layers: dict[str, list[Any]] = {}
     for graph in root.graphs.values():
         found, ops = preparer.plan(graph, root.module)
         for block in found.blocks.values():
             if ops[block.head].kind is Kind.LAYER and block.head.op == "call_module":
                 bn = ops.module(block.bn) if block.bn is not None else None
-                layers.setdefault(str(block.head.target), bn)
+                layers.setdefault(str(block.head.target), []).append(bn)
     captured = Captured(root.original, preparer.trace)
     programs: list[tuple[CallSpec, bool, Program]] = []
     changed: set[str] = set()
@@ -121,7 +121,8 @@ def _apply(root: CapturedRoot, resolver: Resolver, mode: Mode) -> set[str]:
         for spec, training in root.graphs:
             captured.add(spec, training, Program(preparer.trace(root.module, spec, training)))
         return {root.path}
-    for name, bn in layers.items():
+    for name, bns in layers.items():
+        bn = bns[0] if all(other is bns[0] for other in bns) else None  # a layer with several has a grid of its own
         full = f"{root.path}.{name}" if root.path else name
         qconfig = resolver.resolve(full)[0]
         assert qconfig is not None

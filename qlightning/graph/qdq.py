@@ -175,6 +175,7 @@ class GraphConversion:
             module = self._ops.module(node)
             assert isinstance(module, QATLayer)
             weight, bias, fq = module.weight, module.bias, module.weight_fake_quant
+            multiplier = module.multiplier()
             call: _ModuleCall | _FunctionCall = _ModuleCall(module)
         else:
             attribute = argument(node, 1, "weight").args[0].target
@@ -186,6 +187,7 @@ class GraphConversion:
             bias_node = argument(node, 2, "bias")
             bias = None if bias_node is None else _attribute(self._module, str(bias_node.target))
             fq = self._ops.module(argument(node, 1, "weight"))  # type: ignore[assignment]
+            multiplier = None
             call = _FunctionCall(node, base)
         number = self._calls.get(path, 0)
         self._calls[path] = number + 1
@@ -196,7 +198,7 @@ class GraphConversion:
             path,
             str(follower.target) if folded and follower is not None else "",
             number if bn is None else 0,
-            lambda: quantized_layer(weight, bias, fq, bn, base.__name__),
+            lambda: quantized_layer(weight, bias, fq, bn, base.__name__, multiplier),
             free=path not in self._float_calls,
         )
         layer = self._root.get_submodule(name)

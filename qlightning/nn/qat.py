@@ -31,13 +31,14 @@ class QATLayer(nn.Module):
 
     def fake_quantized_weight(self) -> Tensor:
         """The weight on its grid, in the layer's layout and dtype; gradients pass straight through."""
-        return self.weight_fake_quant(self.weight, self._multiplier())
+        return self.weight_fake_quant(self.weight, self.multiplier())
 
     def observe_weight(self) -> None:
         """Takes the grid from the weight as it is now, whether its observer is frozen or not."""
-        self.weight_fake_quant.observe(self.weight, self._multiplier())
+        self.weight_fake_quant.observe(self.weight, self.multiplier())
 
-    def _multiplier(self) -> Tensor | None:
+    def multiplier(self) -> Tensor | None:
+        """What the weight is multiplied by on its grid, float32 (out,); None for nothing."""
         return None if self.following_bn is None else bn_factor(self.following_bn)
 
 

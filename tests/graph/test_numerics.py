@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare
@@ -245,3 +246,48 @@ class TestAutocast:
         int8 = convert(net)
         x = image().bfloat16()
         assert sqnr(net(x).float(), int8(x).float()) >= 25
+
+
+class Shared(nn.Module):
+    """One convolution, called before one BatchNorm or another, or none: the head of a feature pyramid."""
+
+    def __init__(self, function: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.function = function
+        self.bns = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4)])
+        for index, bn in enumerate(self.bns):
+            with torch.no_grad():
+                bn.weight.copy_(torch.tensor([0.3, -2.0, 1.0, -0.1]).roll(index) * 10**index)
+                bn.running_var.uniform_(0.01 * 50**index, 0.02 * 50**index)
+                bn.bias.uniform_(-1, 1)
+
+    def level(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.conv.weight, self.conv.bias, padding=1) if self.function else self.conv(x)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = self.bns
+        return first(self.level(x)), second(self.level(x[:, :, ::2, ::2])), self.level(x[:, :, ::4, ::4])
+
+
+@pytest.mark.parametrize("function", [False, True], ids=["module", "function"])
+@pytest.mark.parametrize("mode", ["qat", "ptq"])
+@pytest.mark.parametrize(
+    "weight",
+    [PER_CHANNEL, QScheme(symmetric=True), QScheme(symmetric=True, axis=0), QScheme(axis=0), QScheme(signed=False)],
+    ids=str,
+)
+def test_a_layer_before_several_batch_norms(weight: QScheme, mode: Any, function: bool) -> None:
+    usable = [name for name in BACKENDS if name == "reference" or weight.symmetric]
+    net, x = Shared(function), image(16)
+    prepare(net, QConfig(weight=weight), backend=usable[0], mode=mode)
+    if mode == "qat":
+        net.train()(x)
+    else:
+        calibrate(net, [x])
+    net.eval()
+    with torch.no_grad():
+        expected = net(x)
+        for backend in usable:
+            for ours, theirs in zip(convert(net, backend=backend)(x), expected, strict=True):
+                assert sqnr(theirs, ours) >= 40
