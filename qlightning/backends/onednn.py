@@ -21,7 +21,17 @@ from qlightning.backends.onednn_kernels import (
     max_pool2d_args,
     transpose_geometry,
 )
-from qlightning.backends.qdq import CONV_TRANSPOSES, CONVS, DEQUANTIZE, QUANTIZE, QParams, aten, is_layer, layer_path
+from qlightning.backends.qdq import (
+    CONV_TRANSPOSES,
+    CONVS,
+    DEQUANTIZE,
+    QUANTIZE,
+    QParams,
+    aten,
+    free_name,
+    is_layer,
+    layer_path,
+)
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.qscheme import QScheme
 from qlightning.vocabulary import Kind, Vocabulary, argument, function_name, has_effect, is_dropout, is_known_origin
@@ -251,7 +261,7 @@ class _Lowering:
         x = DEQUANTIZE(codes, *value.qparams.args())
         for node in pending.post:
             x = node.target(x, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-        name = f"table_{sum(1 for key in self._root._buffers if key.startswith('table_'))}"
+        name = free_name(self._root, "table")
         self._root.register_buffer(name, QUANTIZE(x, *out.args()), persistent=False)
         return self._call(kernels.lookup, value.codes, self._new.get_attr(name))
 

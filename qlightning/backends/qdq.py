@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.ao.quantization.fx._decomposed
-from torch import fx
+from torch import fx, nn
 
 from qlightning.nn.quantized import dequantized_weight
 
@@ -39,6 +40,18 @@ class QParams:
     def args(self) -> tuple[Any, ...]:
         """As the arguments of a quantize or dequantize call."""
         return self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype
+
+
+def free_name(module: nn.Module, wanted: str) -> str:
+    """A name that a module has no attribute of yet, the user's included: the one wanted, or that with a number."""
+    names = itertools.chain([wanted], (f"{wanted}_{number}" for number in itertools.count(1)))
+    return next(name for name in names if not has_attribute(module, name))
+
+
+def has_attribute(module: nn.Module, name: str) -> bool:
+    """Whether a module has an attribute; properties, which may raise, are not read."""
+    own = (module.__dict__, module._parameters, module._buffers, module._modules)
+    return any(name in place for place in own) or hasattr(type(module), name)
 
 
 def is_layer(node: fx.Node) -> bool:

@@ -13,11 +13,12 @@ from torch.nn.modules.module import _WrappedHook
 from torch.nn.parallel import DistributedDataParallel
 
 from qlightning.backends import Backend, resolve_backend
+from qlightning.backends.qdq import has_attribute
 from qlightning.errors import BackendError, CalibrationError, ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qlightning.graph import state
 from qlightning.graph.bind import GRAPH_MODULES, BoundModule, Captured, Program, bind
-from qlightning.graph.preparation import Preparation, PreparedModule, is_prepared
+from qlightning.graph.preparation import CONV_TYPES, Preparation, PreparedModule, is_prepared
 from qlightning.graph.qdq import GraphConversion
 from qlightning.nn.qat import QATLayer, swap_out
 from qlightning.nn.quantized import QuantizedLayer
@@ -173,6 +174,7 @@ class _RootConversion:
             self._class = module.__dict__["_float_class"]
         self._keep_class = keep_class
         self._layers: dict[tuple[str, str, int], str] = {}
+        self._kept: dict[tuple[str, str], str] = {}
 
     def run(self) -> nn.Module:
         graphs = {s: p.graph for (s, training), p in self._captured.programs.items() if not training}
@@ -242,23 +244,34 @@ class _RootConversion:
     # The graph
 
     def _to_qdq(self, graph: fx.Graph) -> fx.Graph:
-        return GraphConversion(graph, self._module, self._root, self.place).run()
+        return GraphConversion(graph, self._module, self._root, self.place, self._kept).run()
 
     @property
     def _folded(self) -> set[str]:
         return {bn for _, bn, _ in self._layers if bn}
 
     def place(self, path: str, bn: str, number: int, build: Callable[[], QuantizedLayer], free: bool) -> str:
-        """Puts a QuantizedLayer into the tree, under the name of the float layer where that is free."""
+        """Puts a QuantizedLayer into the tree, under the name of the float layer where that is free.
+
+        One that was called as a function, on a weight of a module that is no layer, has no float layer to replace.
+        """
         key = (path, bn, number)
         if key not in self._layers:
             taken = set(self._layers.values())
             name = path
-            if not free or name in taken:
-                name = next(n for i in range(1, 1000) if (n := f"{path}_call{i}") not in taken)
+            replaces = any(path == own and isinstance(m, _LAYERS) for own, m in self._module.named_modules())
+            if not free or name in taken or not (replaces or self._is_free(name)):
+                name = next(n for i in range(1, 1000) if self._is_free(n := f"{path}_call{i}"))
             self._layers[key] = name
             _set_submodule(self._root, name, build())
         return self._layers[key]
+
+    def _is_free(self, path: str) -> bool:
+        owner, _, name = path.rpartition(".")
+        return not has_attribute(self._root.get_submodule(owner), name)
+
+
+_LAYERS = (nn.Linear, *CONV_TYPES)
 
 
 def _float_copy(layer: QATLayer) -> nn.Module:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from qlightning.backends.qdq import free_name
 from qlightning.fake_quantize import FakeQuantize, set_observers
 from qlightning.graph.bind import GRAPH_MODULES, Captured
 from qlightning.graph.capture import module_device
@@ -69,11 +71,13 @@ class GraphPreparer:
         """Puts fake-quantizers into a graph; those of the same name are shared with the module's other graphs."""
         found, ops = self.plan(graph, module)
         names = _call_names(graph)
+        used = set(names.values())
         for node in found.grids:
             block = found.blocks.get(node)
             head = block.head if block is not None else node
             source = ops[node].kind is Kind.SOURCE
-            name = f"{names[found.consumers[node]]}_input" if source else names[head]
+            name = _unused(f"{names[found.consumers[node]]}_input", used) if source else names[head]
+            used.add(name)
             fq = self._fake_quant(module, name, str(head.meta.get("owner", "")))
             with graph.inserting_after(node):
                 inserted = graph.call_module(f"{GRAPH_MODULES}.{fq}", (node,))
@@ -93,7 +97,7 @@ class GraphPreparer:
             value = node.meta.pop("constant")
             own = dict(modules.named_buffers(recurse=False))
             same = (n for n, t in own.items() if t.dtype == value.dtype and torch.equal(t.cpu(), value.cpu()))
-            name = next(same, f"constant_{len(own)}")
+            name = next(same, None) or free_name(modules, f"constant_{len(own)}")
             if name not in own:
                 modules.register_buffer(name, value.clone(), persistent=False)
             node.target = f"{GRAPH_MODULES}.{name}"
@@ -106,8 +110,8 @@ class GraphPreparer:
         weight, qconfig = argument(node, 1, "weight"), self.qconfig_of(node, ops)
         if weight.op != "get_attr" or qconfig is None:
             return
-        name = _identifier(f"{weight.target}_grid")
         modules = self._graph_modules(module)
+        name = _key(modules, f"{weight.target}_grid", self._full(str(weight.target)))
         if name not in modules:
             base = LAYER_FUNCTIONS[str(getattr(node.target, "__name__", ""))]
             transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
@@ -125,7 +129,7 @@ class GraphPreparer:
 
     def _fake_quant(self, module: nn.Module, name: str, owner: str) -> str:
         modules = self._graph_modules(module)
-        key = _identifier(name)
+        key = _key(modules, name, self._full(name))
         if key not in modules:
             qconfig = self._resolver.resolve(self._full(owner))[0] or self._resolver.resolve("")[0] or QConfig()
             fq = FakeQuantize(qconfig.activation, qconfig.build_activation_observer(self._mode), self._full(name))
@@ -152,6 +156,14 @@ def ops_kind(ops: Vocabulary, node: fx.Node) -> Kind | None:
         return None
 
 
+def _key(modules: nn.ModuleDict, name: str, own: str) -> str:
+    """The key of a fake-quantizer, by the name that it has itself; "a.b" and "a_b" are two."""
+    key = _identifier(name)
+    while key in modules and modules[key].name != own:
+        key += "_"
+    return key
+
+
 def _identifier(name: str) -> str:
     name = re.sub(r"\W", "_", name)
     return f"{name}_" if hasattr(nn.ModuleDict(), name) else name  # "float", "keys": attributes of every ModuleDict
@@ -159,15 +171,26 @@ def _identifier(name: str) -> str:
 
 def _call_names(graph: fx.Graph) -> dict[fx.Node, str]:
     """A name for every call: the module called or the code it stands in, numbered where there are several."""
-    seen: dict[str, int] = defaultdict(int)
-    names = {}
+    bases = {}
     for node in graph.nodes:
         if node.op == "call_module":
-            base = str(node.target)
+            bases[node] = str(node.target)
         else:
             target = str(getattr(node.target, "__name__", node.target)).strip("_")
             owner = node.meta.get("owner", "")
-            base = f"{owner}.{target}" if owner else target
-        names[node] = f"{base}_{seen[base]}" if seen[base] else base
-        seen[base] += 1
+            bases[node] = f"{owner}.{target}" if owner else target
+    names: dict[fx.Node, str] = {}
+    used = set(bases.values())  # a second call of "conv" is not "conv_1" where a module is called that
+    seen: set[str] = set()
+    for node, base in bases.items():
+        names[node] = _unused(base, used) if base in seen else base
+        seen.add(base)
+        used.add(names[node])
     return names
+
+
+def _unused(name: str, used: Collection[str]) -> str:
+    """The name itself, or with the first number with which it is not in use."""
+    if name not in used:
+        return name
+    return next(numbered for i in itertools.count(1) if (numbered := f"{name}_{i}") not in used)

@@ -18,6 +18,7 @@ from qlightning.backends.qdq import (
     QUANTIZE_PER_CHANNEL,
     QParams,
     aten,
+    free_name,
     ints,
 )
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
@@ -54,12 +55,16 @@ class GraphConversion:
         module: The prepared module it belongs to.
         root: The int8 module that the QDQ graph will belong to.
         place: Puts int8 layers into it.
+        kept: The names of the tensors that the graphs of the module keep in it beside, by what they are.
     """
 
-    def __init__(self, graph: fx.Graph, module: nn.Module, root: nn.Module, place: Place) -> None:
+    def __init__(
+        self, graph: fx.Graph, module: nn.Module, root: nn.Module, place: Place, kept: dict[tuple[str, str], str]
+    ) -> None:
         self._module = module
         self._root = root
         self._place = place
+        self._kept = kept
         self._old = graph
         self._ops = Vocabulary(graph, self._module)
         self._new = fx.Graph()
@@ -151,10 +156,8 @@ class GraphConversion:
             qparams = QParams(float(fq.scale), int(fq.zero_point), *ends)
             codes = self._new.call_function(QUANTIZE, (value, *qparams.args()))
             return self._new.call_function(DEQUANTIZE, (codes, *qparams.args()))
-        name = re.sub(r"\W", "_", fq.name)
-        for suffix in ("scale", "zero_point"):
-            self._root.register_buffer(f"{name}_{suffix}", getattr(fq, suffix).detach().cpu().clone())
-        grid = (self._new.get_attr(f"{name}_scale"), self._new.get_attr(f"{name}_zero_point"), scheme.axis, *ends)
+        scale, zero_point = (self._keep(fq.name, suffix, getattr(fq, suffix)) for suffix in ("scale", "zero_point"))
+        grid = (self._new.get_attr(scale), self._new.get_attr(zero_point), scheme.axis, *ends)
         codes = self._new.call_function(QUANTIZE_PER_CHANNEL, (value, *grid))
         return self._new.call_function(DEQUANTIZE_PER_CHANNEL, (codes, *grid))
 
@@ -163,10 +166,16 @@ class GraphConversion:
         owner, _, name = target.rpartition(".")
         if isinstance(self._module.get_submodule(owner), QATLayer) or owner == GRAPH_MODULES:
             tensor = getattr(self._module.get_submodule(owner), name)
-            target = f"float_{re.sub(r'[^0-9a-zA-Z]', '_', target)}"
-            if target not in self._root._buffers:
-                self._root.register_buffer(target, tensor.detach().cpu().clone())
+            target = self._keep(target, "float", tensor)
         return self._new.get_attr(target)
+
+    def _keep(self, owner: str, role: str, tensor: Tensor) -> str:
+        """The name of a buffer of the int8 module that holds a tensor of the prepared one."""
+        key = (owner, role)
+        if key not in self._kept:
+            self._kept[key] = free_name(self._root, f"{re.sub(r'[^0-9a-zA-Z]', '_', owner)}_{role}")
+            self._root.register_buffer(self._kept[key], tensor.detach().cpu().clone())
+        return self._kept[key]
 
     def _layer(self, node: fx.Node) -> fx.Node:
         base = _base_type(node, self._ops)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qlightning import QConfig, calibrate, convert, prepare, report
+from qlightning import QConfig, QScheme, calibrate, convert, prepare, report
 from qlightning.backends import available
+from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.functional import sqnr
 from qlightning.observers import MinMaxObserver
 
@@ -234,3 +235,62 @@ def test_a_layer_called_with_and_without_more_than_its_input() -> None:
     up = nn.ConvTranspose2d(8, 8, 3, stride=2)
     net = Net(lambda m, y: m.last(m.up(m.up(y, output_size=[17, 17]))), up=up)
     assert_float_says_the_same(net, "up")
+
+
+class Named(nn.Module):
+    """Has members under every name that int8 models and grids give to what they add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.conv_1, self.conv_input = (nn.Conv2d(8, 8, 1) for _ in range(3))
+        self.weight = nn.Parameter(torch.randn(8, 8, 1, 1))
+        self.part = nn.ModuleDict({"conv": nn.Conv2d(8, 8, 1)})
+        self.part_conv = nn.Conv2d(8, 8, 1)
+        for name in ("table", "table_0", "table_1", "conv_bias_float", "conv_input_scale", "float_conv_bias"):
+            self.register_buffer(name, torch.randn(8, 1, 1))
+        self.conv_call1, self.weight_quantized = nn.Tanh(), nn.Sigmoid()
+
+    def forward(self, x: Tensor, small: Tensor) -> Tensor:
+        y = F.silu(self.conv_input(self.conv(x) * 50))
+        y = F.silu(self.conv_1(self.conv(y * 0.1)))
+        y = self.part_conv(self.part["conv"](y).relu() * 30)
+        y = F.conv2d(F.silu(y), self.weight) + (small + x).mean()
+        for name in ("table", "table_0", "table_1", "conv_bias_float", "conv_input_scale", "float_conv_bias"):
+            y = y + getattr(self, name)
+        return self.conv_call1(y) + self.weight_quantized(y) + self.conv.bias.view(-1, 1, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("axis", [None, 1])
+def test_what_is_added_never_takes_a_name_of_the_users(axis: int | None) -> None:
+    net = Named().eval()
+    x, small = torch.randn(4, 8, 8, 8), torch.randn(4, 8, 8, 8) * 0.01
+    usable = [name for name in BACKENDS if name == "reference" or axis is None]
+    expected = net(x, small)
+    qconfig = QConfig(activation=QScheme(signed=False, axis=axis), activation_observer=MinMaxObserver)
+    prepare(net, qconfig, backend=usable[0], mode="ptq")
+    grids = [fq for _, fq in fake_quantizers(net)]
+    assert len({id(fq) for fq in grids}) == len({fq.name for fq in grids})
+    calibrate(net, [(x, small)])
+    assert sqnr(expected, net(x, small)) >= 20
+    for backend in usable:
+        int8 = convert(net, backend=backend)
+        assert sqnr(net(x, small), int8(x, small)) >= 38
+        for name, buffer in Named.named_buffers(net, recurse=False):
+            assert torch.equal(int8.get_buffer(name), buffer)
+
+
+@torch.no_grad()
+def test_two_inputs_of_one_call_have_a_grid_each() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: Tensor, small: Tensor) -> Tensor:
+            return self.conv(x + small)
+
+    net = prepare(Sum(), mode="ptq")
+    calibrate(net, [(torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4) * 1e-3)])
+    scales = sorted(float(fq.scale) for _, fq in fake_quantizers(net) if not isinstance(fq, WeightFakeQuantize))
+    assert scales[0] < 0.01 * scales[1]
