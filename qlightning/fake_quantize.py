@@ -57,7 +57,7 @@ class FakeQuantize(nn.Module):
         Raises:
             NonFiniteError: ``x`` holds NaN or infinity where a range was to be observed; names the layer.
         """
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
             return x
         if self.calibrating:
             self._observe(x)
@@ -79,7 +79,9 @@ class FakeQuantize(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Takes scale and zero point from what the observer has seen."""
+        """Takes scale and zero point from what the observer has seen; without it they stay."""
+        if isinstance(self.observer, Observer) and not (self.observer.seen_shapes or self.observer.observed):
+            return
         scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
         if self.scale.shape != scale.shape:
             self.scale.resize_(scale.shape)  # the same buffers, which DDP and others hold on to

@@ -14,7 +14,7 @@ from qlightning import QConfig, QScheme, calibrate, convert, prepare, report
 from qlightning.backends import available
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.functional import sqnr
-from qlightning.observers import MinMaxObserver
+from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
 
 BACKENDS = [name for name in ("onednn", "reference") if name in available()]
 Forward = Callable[[Any, Tensor], Tensor]
@@ -294,3 +294,46 @@ def test_two_inputs_of_one_call_have_a_grid_each() -> None:
     calibrate(net, [(torch.randn(2, 8, 4, 4), torch.randn(2, 8, 4, 4) * 1e-3)])
     scales = sorted(float(fq.scale) for _, fq in fake_quantizers(net) if not isinstance(fq, WeightFakeQuantize))
     assert scales[0] < 0.01 * scales[1]
+
+
+class Experts(nn.Module):
+    """Rows go to one of two experts, by their first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = x[:, 0] < 0
+        x = self.stem(x)
+        return self.head(torch.cat([self.experts[0](x[low]), self.experts[1](x[~low])]))
+
+
+@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageObserver, HistogramObserver])
+@pytest.mark.parametrize("mode", ["qat", "ptq"])
+def test_an_expert_without_a_row_waits_for_one(mode: Any, observer: Any) -> None:
+    low, high = -torch.rand(16, 6), torch.rand(16, 6)
+    both = torch.cat([low, high])
+
+    def observed(batches: list[Tensor]) -> nn.Module:
+        net = prepare(Experts(), QConfig(activation_observer=observer), mode=mode)
+        if mode == "ptq":
+            return calibrate(net, batches)
+        for batch in batches:
+            net.train()(batch).sum().backward()
+        return net.eval()
+
+    net = observed([low, high])
+    int8 = convert(net)
+    assert report(int8).float_layers == []
+    with torch.no_grad():
+        assert sqnr(net(both), int8(both)) >= 38
+        assert int8(low).shape == (16, 2)
+
+    net = observed([low, low])
+    with pytest.warns(UserWarning, match=r"never seen and stay float: .*experts\.1"):
+        int8 = convert(net)
+    assert {row.name for row in report(int8).float_layers} == {"experts.1.0", "experts.1.2"}
+    with torch.no_grad():
+        assert sqnr(net(both), int8(both)) >= 38
