@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from qlightning.backends import Backend
-from qlightning.graph.calibrate import calibrate
+from qlightning.graph.calibrate import calibrate, check_batches
 from qlightning.graph.convert import convert
 from qlightning.graph.prepare import prepare
 from qlightning.qconfig import ObserverFactory, Pattern, QConfig
@@ -48,6 +48,7 @@ def quantize_model(
         >>> int8(torch.randn(2, 3, 8, 8)).shape, int8[0].weight().int_repr().dtype
         (torch.Size([2, 4]), torch.int8)
     """
+    check_batches(calibration_data)
     if observer is not None:
         qconfig = replace(qconfig or QConfig(), activation_observer=observer)
     prepared = prepare(copy.deepcopy(model), qconfig, backend=backend, mode="ptq", exclude=exclude)

@@ -34,7 +34,8 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, num_batches: int |
         The model, whose fake-quantizers now round.
 
     Raises:
-        ConfigError: The model is not prepared, or ``num_batches`` is no positive number.
+        ConfigError: The model is not prepared, ``batches`` is one batch or no iterable, or ``num_batches`` is no
+            positive number.
         CalibrationError: There is no batch.
         NonFiniteError: A batch leads to NaN or infinity; names batch and layer. The ranges are then as they were, but
             for observers that batches before it have moved.
@@ -45,6 +46,7 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, num_batches: int |
         isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1
     ):
         raise ConfigError(f"num_batches={num_batches!r}: a positive integer or None is possible.")
+    check_batches(batches)
     modes = [(module, module.training) for module in prepared.modules()]
     device = module_device(prepared)
     seen = 0
@@ -64,6 +66,22 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, num_batches: int |
         for module, mode in modes:
             module.training = mode
     return prepared
+
+
+def check_batches(batches: Any) -> None:
+    """Raises a ConfigError for calibration data that is one batch, or cannot be iterated over."""
+    one_batch = isinstance(batches, (torch.Tensor, Mapping))
+    if one_batch or isinstance(batches, (str, bytes)) or not _is_iterable(batches):
+        hint = "; did you mean [x]?" if one_batch else "."
+        raise ConfigError(f"calibration data is an iterable of batches, got a {type(batches).__name__}{hint}")
+
+
+def _is_iterable(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
 
 
 def call_arguments(model: nn.Module, batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

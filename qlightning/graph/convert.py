@@ -89,7 +89,9 @@ def _check_observed(prepared: nn.Module) -> None:
     missing = [m.name or n for n, m in activations if not m.observed]
     if not activations or len(missing) == len(activations):
         raise CalibrationError(
-            f"No range was observed in {type(prepared).__name__}: run training batches (QAT) or calibrate (PTQ) first."
+            f"No range was observed in {type(prepared).__name__}: run training batches (QAT) or calibrate (PTQ) first. "
+            f"Training batches count in train mode: call net.train() before them."
+            + ("" if prepared.training else " It is in eval mode now.")
         )
     in_eval = _in_eval_graphs(prepared)
     if missing := [m.name or n for n, m in activations if not m.observed and id(m) in in_eval]:

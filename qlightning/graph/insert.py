@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from qlightning.backends.qdq import free_name
 from qlightning.fake_quantize import FakeQuantize, set_observers
@@ -17,7 +17,7 @@ from qlightning.graph.capture import module_device
 from qlightning.graph.patterns import Plan, plan
 from qlightning.graph.signature import CallSpec
 from qlightning.graph.tracing import trace
-from qlightning.nn.qat import build_weight_fake_quant
+from qlightning.nn.qat import build_weight_fake_quant, check_dtype
 from qlightning.qconfig import Mode, QConfig, Resolver
 from qlightning.vocabulary import LAYER_FUNCTIONS, Kind, Vocabulary, argument
 
@@ -113,11 +113,11 @@ class GraphPreparer:
         modules = self._graph_modules(module)
         name = _key(modules, f"{weight.target}_grid", self._full(str(weight.target)))
         if name not in modules:
+            check_dtype(self._full(str(weight.target)), _parameter(module, str(weight.target)))
             base = LAYER_FUNCTIONS[str(getattr(node.target, "__name__", ""))]
             transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
-            owner, _, attribute = str(weight.target).rpartition(".")
             fq = build_weight_fake_quant(
-                getattr(module.get_submodule(owner), attribute),
+                _parameter(module, str(weight.target)),
                 self._full(str(weight.target)),
                 qconfig,
                 argument(node, 6, "groups", 1) if transposed else None,
@@ -154,6 +154,12 @@ def ops_kind(ops: Vocabulary, node: fx.Node) -> Kind | None:
         return ops[node].kind
     except KeyError:
         return None
+
+
+def _parameter(module: nn.Module, target: str) -> Tensor:
+    owner, _, name = target.rpartition(".")
+    parameter: Tensor = getattr(module.get_submodule(owner), name)
+    return parameter
 
 
 def _key(modules: nn.ModuleDict, name: str, own: str) -> str:

@@ -117,7 +117,7 @@ def layer_type(module: nn.Module) -> type[nn.Module] | None:
 
 
 def check_layer(name: str, module: nn.Module) -> None:
-    """Raises a ConfigError for a layer whose weight is computed (parametrized, weight norm) or not there yet (lazy)."""
+    """Raises a ConfigError for a weight that is computed (parametrized, weight norm), not there yet, or no float32."""
     advice = f"or keep it float with exclude=({name!r},)."
     if parametrize.is_parametrized(module, "weight"):
         raise ConfigError(
@@ -132,6 +132,16 @@ def check_layer(name: str, module: nn.Module) -> None:
             )
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         raise ConfigError(f"{name}: a lazy layer without shapes; run one batch through the model first, {advice}")
+    check_dtype(name, module.weight)  # type: ignore[arg-type]
+
+
+def check_dtype(name: str, weight: Tensor) -> None:
+    """Raises a ConfigError for a weight of another precision than the one that int8 is simulated in."""
+    if weight.dtype != torch.float32:
+        raise ConfigError(
+            f"{name}: its weight is {weight.dtype}, and only float32 can be quantized; call model.float() first, or "
+            f"keep it as it is with exclude=({name!r},). (Mixed precision leaves the weights float32.)"
+        )
 
 
 def build_weight_fake_quant(

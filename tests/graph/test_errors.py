@@ -80,6 +80,15 @@ class Looks(nn.Module):
         return nn.functional.linear(x, self.weight) if x.sum() > 0 else x
 
 
+class Functional(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
 @pytest.mark.parametrize(
     "net, options, error, match",
     [
@@ -102,6 +111,15 @@ class Looks(nn.Module):
         (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), {}, ConfigError, "nothing to quantize: no convolution"),
         (lambda: nn.LSTM(3, 4), {}, ConfigError, "nothing to quantize"),
         (Looks, {}, QuantizationError, "quantize"),
+        (
+            lambda: build().double(),
+            {},
+            ConfigError,
+            r"^0: its weight is torch\.float64.*model\.float\(\).*exclude=\('0',\)",
+        ),
+        (lambda: build().half(), {}, ConfigError, r"^0: its weight is torch\.float16"),
+        (lambda: nn.Sequential(*build()[:4], build()[4].bfloat16()), {}, ConfigError, r"^4: .*torch\.bfloat16"),
+        (lambda: nn.Sequential(nn.Linear(3, 3), Functional(torch.float64)), {}, ConfigError, r"^1\.weight: .*float64"),
     ],
 )
 def test_prepare_refuses(net: Callable[[], nn.Module], options: dict, error: type[Exception], match: str) -> None:
@@ -185,6 +203,20 @@ class TestCalibration:
     def test_convert_before_any_data(self, mode: str) -> None:
         net = prepare(build(), mode=mode)
         raises(net, CalibrationError, r"training batches \(QAT\) or calibrate", lambda: convert(net))
+
+    def test_training_batches_in_eval_mode(self) -> None:
+        net = prepare(build()).eval()
+        net(image())
+        raises(net, CalibrationError, r"call net\.train\(\) before them\. It is in eval mode now", lambda: convert(net))
+
+    @pytest.mark.parametrize("data", [image(), {"x": image()}, "images", 3, None], ids=lambda v: type(v).__name__)
+    def test_data_that_are_no_batches(self, data: Any) -> None:
+        one_batch = isinstance(data, (Tensor, dict))
+        match = f"iterable of batches, got a {type(data).__name__}" + (r"; did you mean \[x\]\?" if one_batch else "")
+        net = prepare(build(), mode="ptq")
+        raises(net, ConfigError, match, lambda: calibrate(net, data))
+        other = build()
+        raises(other, ConfigError, match, lambda: quantize_model(other, data))
 
     @pytest.mark.parametrize("count", [0, -1, 1.5, True, "all"])
     def test_number_of_batches(self, count: Any) -> None:
