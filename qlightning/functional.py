@@ -15,8 +15,8 @@ from torch import Tensor
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
 from qlightning.qscheme import QScheme
 
-SCALE_MIN = torch.finfo(torch.float32).eps
-"""The smallest scale (torch.ao's ``eps``): its reciprocal is finite, and ranges of zero or denormal width have one."""
+SCALE_MIN = 2.0**-60
+"""The smallest scale, for ranges of zero width: the product of two, as kernels compute it, still has a reciprocal."""
 
 BLOCK_NUMEL = 2**17
 """Elements worked on at a time on CPU, so that the passes over them stay in the cache (2x on tensors of 10 million)."""
@@ -32,8 +32,8 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
     - symmetric: ``scale = max(|min|, |max|) / (levels / 2)``; the zero point is 0 for signed codes, the upper middle of
       the grid for unsigned ones (128 for 8 bits).
 
-    For full 8-bit grids this equals torch.ao's observers bit for bit. A scale is at least `SCALE_MIN`, and finite for
-    any finite range.
+    For full 8-bit grids this equals torch.ao's observers bit for bit (with their ``eps`` as `SCALE_MIN`). A scale is at
+    least `SCALE_MIN`, and finite for any finite range.
 
     Args:
         min_val: The lowest values, float32: 0-d, or 1-d with one value a channel.

@@ -65,6 +65,7 @@ def ao_qparams(low: Tensor, high: Tensor, scheme: QScheme) -> tuple[Tensor, Tens
     observer = PerChannelMinMaxObserver(
         dtype=torch.qint8 if scheme.signed else torch.quint8,
         qscheme=torch.per_channel_symmetric if scheme.symmetric else torch.per_channel_affine,
+        eps=SCALE_MIN,
         **({} if scheme.bits == 8 else {"quant_min": scheme.quant_min, "quant_max": scheme.quant_max}),
     )
     observer(torch.stack((low, high), 1))

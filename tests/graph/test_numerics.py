@@ -172,6 +172,19 @@ def test_activations_of_any_size(scale: float) -> None:
         assert sqnr(net(x), int8(x)) >= 40
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [1e-12, 1e-8, 1e-6, 1.0, 1e12])
+def test_a_net_without_bias_quantizes_alike_at_any_size_of_its_input(scale: float) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.ReLU(), nn.Conv2d(4, 2, 1, bias=False)).eval()
+    x = image() * scale
+    expected = net(x)
+    prepare(net, backend=BACKENDS[0], mode="ptq")
+    calibrate(net, [x])
+    assert sqnr(expected, net(x)) >= 25
+    for backend in BACKENDS:
+        assert sqnr(net(x), convert(net, backend=backend)(x)) >= 40
+
+
 @pytest.mark.parametrize("value", [0.0, 3.0, -2.0])
 def test_constant_activations(value: float) -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
