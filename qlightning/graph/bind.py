@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from qlightning.errors import CaptureError, QuantizationError
-from qlightning.graph.signature import CallSpec, describe_call
-from qlightning.graph.tracing import TraceError
+from qlightning.graph.failure import TraceError
+from qlightning.graph.signature import CallSpec, describe_call, signature_of
 
 GRAPH_MODULES = "graph_fake_quant"
 _MAX_VARIANTS = 64
@@ -48,9 +48,7 @@ class Captured:
         self, original: type[nn.Module], trace: Callable[[nn.Module, CallSpec, bool], fx.Graph] | None
     ) -> None:
         self.original = original
-        self.signature = inspect.signature(original.forward)
-        parameters = list(self.signature.parameters.values())[1:]
-        self.signature = self.signature.replace(parameters=parameters)
+        self.signature = signature_of(original)
         self.programs: dict[tuple[CallSpec, bool], Program] = {}
         self._trace = trace
         self._plain: dict[tuple[int, bool], Program] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -10,8 +9,9 @@ import torch
 from torch import fx, nn
 
 from qlightning.errors import ConfigError
-from qlightning.graph.signature import CallSpec, describe_call, expected_calls
-from qlightning.graph.tracing import TraceError, TraceFailure, has_layers, is_container, trace
+from qlightning.graph.failure import TraceError, TraceFailure
+from qlightning.graph.signature import CallSpec, describe_call, expected_calls, signature_of
+from qlightning.graph.tracing import has_layers, is_container, trace
 from qlightning.nn.qat import layer_type
 
 
@@ -105,8 +105,7 @@ class _Traced:
 def _trace_root(module: nn.Module, leaves: set[str]) -> _Traced:
     """Traces all the ways of calling to be expected; a part that cannot be traced becomes a leaf."""
     original = type(module)
-    signature = inspect.signature(original.forward)
-    signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    signature = signature_of(original)
     specs = [describe_call(signature, args, kwargs)[0] for args, kwargs in expected_calls(signature)]
     failures: list[TraceFailure] = []
     while True:
@@ -116,9 +115,7 @@ def _trace_root(module: nn.Module, leaves: set[str]) -> _Traced:
         for index, spec in enumerate(specs):
             try:
                 variants = {
-                    (spec, training): trace(
-                        module, original, spec.rebuild, spec.leaf_names, training=training, leaves=all_leaves
-                    )
+                    (spec, training): trace(module, original, spec, training=training, leaves=all_leaves)
                     for training in (False, True)
                 }
             except TraceError as error:

@@ -44,7 +44,7 @@ class GraphPreparer:
     def trace(self, module: nn.Module, spec: CallSpec, training: bool) -> fx.Graph:
         """Traces the module for one more way of calling it, and prepares the graph."""
         captured: Captured = module.__dict__["_captured"]
-        graph = trace(module, captured.original, spec.rebuild, spec.leaf_names, training=training, leaves=self._leaves)
+        graph = trace(module, captured.original, spec, training=training, leaves=self._leaves)
         self.insert(graph, module)
         return graph
 

@@ -11,7 +11,8 @@ from torch import nn
 from qlightning.backends import Backend
 from qlightning.graph.bind import BoundModule
 from qlightning.graph.capture import CapturedRoot
-from qlightning.graph.tracing import TraceFailure, has_layers
+from qlightning.graph.failure import TraceFailure
+from qlightning.graph.tracing import has_layers
 from qlightning.nn.qat import QATLayer, layer_type
 from qlightning.qconfig import Mode, QConfig, Resolver
 from qlightning.vocabulary import LAYER_FUNCTIONS, Vocabulary, function_name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _CONSTANTS = (type(None), bool, str, bytes, enum.Enum, torch.dtype, torch.device, torch.memory_format)
-_LEAF = "*"
+_LEAF, _VALUE = "*", "?"  # tensors, and all else that the graph takes as inputs
 
 
 class CallSpec:
@@ -22,11 +22,13 @@ class CallSpec:
 
     Attributes:
         leaf_names: A name for every leaf.
+        value_names: The names of those that are no tensors.
     """
 
-    def __init__(self, key: tuple[Any, ...], leaf_names: list[str]) -> None:
+    def __init__(self, key: tuple[Any, ...], leaf_names: list[str], value_names: frozenset[str]) -> None:
         self.key = key
         self.leaf_names = leaf_names
+        self.value_names = value_names
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CallSpec) and self.key == other.key
@@ -64,6 +66,7 @@ def describe_call(
     bound = signature.bind(*args, **kwargs)
     leaves: list[Any] = []
     names: list[str] = []
+    values: set[str] = set()
 
     def visit(value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
@@ -76,7 +79,10 @@ def describe_call(
             return ("sequence", type(value), tuple(visit(item, f"{name}_{i}") for i, item in enumerate(value)))
         leaves.append(value)
         names.append(_unique(re.sub(r"\W", "_", name), names))
-        return _LEAF
+        if isinstance(value, Tensor):
+            return _LEAF
+        values.add(names[-1])
+        return _VALUE
 
     parameters = list(signature.parameters.values())
     positional, keywords = [], []
@@ -97,12 +103,12 @@ def describe_call(
             keywords.append((parameter.name, visit(value, parameter.name)))
         else:
             positional.append(visit(value, parameter.name))
-    return CallSpec((tuple(positional), tuple(keywords)), names), leaves
+    return CallSpec((tuple(positional), tuple(keywords)), names, frozenset(values)), leaves
 
 
 def _spell(spec: Any) -> str:
-    if spec == _LEAF:
-        return "*"
+    if spec in (_LEAF, _VALUE):
+        return _LEAF
     kind, cls, content = spec
     if kind == "constant":
         return repr(content)
@@ -121,7 +127,7 @@ def _unique(name: str, taken: list[str]) -> str:
 
 
 def _rebuild(spec: Any, leaves: Any) -> Any:
-    if spec == _LEAF:
+    if spec in (_LEAF, _VALUE):
         return next(leaves)
     kind, cls, content = spec
     if kind == "constant":
@@ -166,3 +172,9 @@ def expected_calls(signature: inspect.Signature) -> list[tuple[tuple[Any, ...], 
         elif p.default is None:
             calls.append((positional, {**needed, p.name: torch.empty(0)}))
     return calls
+
+
+def signature_of(cls: type) -> inspect.Signature:
+    """The signature of the forward of a class, without ``self``."""
+    signature = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import random
 import warnings
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -654,6 +656,15 @@ class Decides(nn.Module):
         return self.a(x) + self.b(x)
 
 
+class Recorder:
+    """Holds a value."""
+
+    value: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recorder) and vars(self) == vars(other)
+
+
 class TestUntraceable:
     def test_a_part_that_looks_at_data_is_called_in_one_piece(self) -> None:
         net = nn.Sequential(OrderedDict(stem=conv(), decides=Decides(), head=conv(4)))
@@ -736,6 +747,83 @@ class TestUntraceable:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 check(net, call(image()))
+
+    @pytest.mark.parametrize("kind", ["buffer", "in training", "list", "dict", "nested", "object", "deque"])
+    def test_a_forward_that_leaves_something_behind(self, kind: str) -> None:
+        class Keeps(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv(4)
+                self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+                self.kept: Any = {
+                    "list": [],
+                    "dict": {},
+                    "nested": {"y": []},
+                    "object": Recorder(),
+                    "deque": deque(maxlen=3),
+                }.get(kind)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.a(x)
+                if kind == "buffer" or (kind == "in training" and self.training):
+                    self.steps += 1
+                elif kind == "dict":
+                    self.kept["y"] = y
+                elif kind == "nested":
+                    self.kept["y"].append(y)
+                elif kind == "object":
+                    self.kept.value = y
+                elif kind in ("list", "deque"):
+                    self.kept.append(y)
+                return y
+
+        net = nn.Sequential(conv(), Keeps())
+        keys, kept = list(net.state_dict()), copy.copy(net[1].kept)
+        with pytest.warns(
+            UserWarning, match=r"1 \(Keeps\) cannot be traced at .*test_capture\.py:\d+.*self\.(steps|kept)"
+        ):
+            prepare(net)
+        assert type(net[1].steps) is Tensor
+        assert [key for key in net.state_dict() if key in keys] == keys
+        assert net[1].kept == kept
+        net.train()
+        for count in (1, 2):
+            y = net(image())
+            found = {
+                "list": lambda: net[1].kept[-1],
+                "deque": lambda: net[1].kept[-1],
+                "dict": lambda: net[1].kept["y"],
+                "nested": lambda: net[1].kept["y"][-1],
+                "object": lambda: net[1].kept.value,
+            }
+            assert found[kind]() is y if kind in found else net[1].steps == count
+        assert len(report(convert(net.eval())).int8_layers) == 2
+
+    @pytest.mark.parametrize("kind", ["random", "numpy", "own", "generator"])
+    def test_randomness_outside_torch_is_drawn_at_every_call(self, kind: str) -> None:
+        class Draws(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.own, self.generator = conv(4), random.Random(3), torch.Generator()
+                self.sizes = np.random.default_rng(3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                draw = {
+                    "random": random.random,
+                    "numpy": lambda: np.random.rand() + self.sizes.random(),
+                    "own": self.own.random,
+                    "generator": lambda: torch.rand((), generator=self.generator),
+                }[kind]
+                return self.a(x) + draw()
+
+        net = nn.Sequential(conv(), Draws())
+        before = random.getstate(), np.random.get_state()[2], net[1].own.getstate(), net[1].sizes.bit_generator.state
+        with pytest.warns(UserWarning, match=r"Draws\) cannot be traced.*random numbers"):
+            prepare(net)
+        after = random.getstate(), np.random.get_state()[2], net[1].own.getstate(), net[1].sizes.bit_generator.state
+        assert after == before
+        x = image()
+        assert not torch.equal(net(x), net(x))
 
     def test_nothing_left_names_the_code(self) -> None:
         class Net(nn.Module):
@@ -839,6 +927,276 @@ class TestModes:
             prepare(net)
         net.train()(image()).sum().backward()
         assert net[0].weight.grad is not None
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, whose gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+reverse = Reversed.apply
+
+
+@torch.no_grad()
+def frozen(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
+
+
+class TestGradients:
+    """Gradients reach the parameters that they reach in float, and have the same values."""
+
+    @pytest.mark.parametrize(
+        "kind",
+        ["with", "decorated", "inference", "set", "parts", "two outputs", "function", "checkpoint", "none"],
+    )
+    def test_what_the_forward_says_about_gradients(self, kind: str) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.backbone, self.head = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(inplace=True)), conv(4)
+
+            def forward(self, x: Tensor) -> Any:
+                if kind == "with":
+                    with torch.no_grad():
+                        y = self.backbone(x)
+                elif kind == "decorated":
+                    y = frozen(self.backbone, x)
+                elif kind == "inference":
+                    with torch.no_grad():
+                        y = self.backbone(x) * x.shape[1]
+                elif kind == "set":
+                    before = torch.is_grad_enabled()
+                    torch.set_grad_enabled(False)
+                    y = self.backbone(x)
+                    torch.set_grad_enabled(before)
+                elif kind == "parts":
+                    with torch.no_grad():
+                        parts = self.backbone(x).chunk(2, 1)
+                    y = torch.cat([parts[1], parts[0]], 1)
+                elif kind == "two outputs":
+                    with torch.no_grad():
+                        y = self.backbone(x)
+                    return self.head(y), y
+                elif kind == "function":
+                    y = Reversed.apply(self.backbone(x), -3.0)
+                elif kind == "checkpoint":
+                    y = torch.utils.checkpoint.checkpoint(self.backbone, x, use_reentrant=True)
+                else:
+                    y = self.backbone(x)
+                return self.head(y)
+
+        net = Net().train()
+        x = image().requires_grad_(kind == "checkpoint")
+        reference = copy.deepcopy(net)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            prepare(net)
+        set_fake_quant(net, False)
+        gradients = []
+        for model in (reference, net):
+            tensors(model(x))[0].square().sum().backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
+        for name, expected in gradients[0].items():
+            found = gradients[1][name]
+            assert (expected is None) == (found is None), name
+            if expected is not None and expected.norm() > 1e-3:
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        set_fake_quant(net, True)
+        net.train()(image())
+        assert len(report(convert(net.eval())).int8_layers) == 2
+
+    @pytest.mark.parametrize("kind", ["left off", "written", "autocast", "alias"])
+    def test_modes_that_a_graph_would_not_repeat(self, kind: str) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv(4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.a(x)
+                if kind == "written":
+                    with torch.no_grad():
+                        y.mul_(2)
+                elif kind == "autocast":
+                    with torch.autocast("cpu", enabled=False):
+                        return self.b(y)
+                elif kind == "alias":
+                    y = reverse(y, -3.0)
+                else:
+                    torch.set_grad_enabled(False)
+                return self.b(y)
+
+        with pytest.warns(UserWarning, match="Net cannot be traced.*(gradients|no_grad|autocast|by another name)"):
+            prepare(Net())
+        assert torch.is_grad_enabled()
+
+
+class Writes(nn.Module):
+    """One convolution, and another that reads what a call has changed in place."""
+
+    def __init__(self, between: Any, **modules: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.between = conv(), conv(4), between
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.between(self, self.a(x))
+
+
+def shifted(m: Any, y: Tensor) -> Tensor:
+    skip = y
+    y += 1
+    return m.b(y) + skip
+
+
+def listed(m: Any, y: Tensor) -> Tensor:
+    found = [y]
+    y += m.b(y.relu())
+    return found[0] * 2
+
+
+def viewed(m: Any, y: Tensor) -> Tensor:
+    part = y.view(y.shape[0], -1)
+    y += 1
+    return m.b(y) + part.view(y.shape)
+
+
+def halved(m: Any, y: Tensor) -> Tensor:
+    p, q = y.chunk(2, 1)
+    p += q
+    return m.b(y)
+
+
+def sliced(m: Any, y: Tensor) -> Tensor:
+    part = y[:, :1]
+    y.relu_()
+    return m.b(y) + part
+
+
+def through(m: Any, y: Tensor) -> Tensor:
+    return m.b(m.act(m.same(y))) + y
+
+
+def contiguous(m: Any, y: Tensor) -> Tensor:
+    y.contiguous().relu_()
+    return m.b(y)
+
+
+def positional(m: Any, y: Tensor) -> Tensor:
+    F.relu(y, True)
+    return m.b(y)
+
+
+def counted(m: Any, y: Tensor) -> Tensor:
+    size = half = y.shape[1]
+    half //= 2
+    return m.b(y) * size + half
+
+
+def block(m: Any, y: Tensor) -> Tensor:
+    z = m.block(y)
+    return m.b(y) + z
+
+
+class TestInPlace:
+    """What a call changes in place is changed for all that reads it, in float, prepared and int8."""
+
+    @pytest.mark.parametrize("between", [shifted, listed, positional, counted], ids=lambda f: f.__name__)
+    def test_a_graph_says_it(self, between: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            prepare(Writes(between))
+        check(Writes(between), call(image()))
+
+    @pytest.mark.parametrize("between", [viewed, halved, sliced, contiguous], ids=lambda f: f.__name__)
+    def test_a_graph_cannot_say_it(self, between: Any) -> None:
+        with pytest.warns(UserWarning, match="Writes cannot be traced.*in place"):
+            prepare(Writes(between))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check(Writes(between), call(image()))
+
+    @pytest.mark.filterwarnings("ignore:.*cannot be traced")
+    @pytest.mark.parametrize("same", [nn.Identity(), nn.Dropout(), nn.Flatten(0, 0)], ids=lambda m: type(m).__name__)
+    def test_through_a_module_that_gives_its_input_back(self, same: nn.Module) -> None:
+        check(Writes(through, same=same, act=nn.ReLU(inplace=True)), call(image()))
+
+    @pytest.mark.filterwarnings("ignore:.*cannot be traced")
+    @pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.Sequential(nn.Identity(), nn.ReLU6(True)), Decides()])
+    def test_a_float_block_that_writes_to_its_input(self, first: nn.Module) -> None:
+        net = Writes(block, block=nn.Sequential(first, conv(4)))
+        net.eval()
+        expected = net(image := torch.randn(2, 3, 8, 8))
+        prepare(net, exclude=("block",)).train()
+        for _ in range(3):
+            net(image)
+        net.eval()
+        for backend in BACKENDS:
+            assert sqnr(expected, convert(net, backend=backend)(image)) > 20
+
+    def test_a_float_block_that_writes_elsewhere_is_no_reason(self) -> None:
+        inner = nn.Sequential(conv(4), nn.ReLU(inplace=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            prepare(Writes(block, block=inner), exclude=("block",))
+
+    def test_a_value_is_a_tensor(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv(4)
+
+            def forward(self, x: Any) -> Tensor:
+                if isinstance(x, (list, tuple)):
+                    x = x[0]
+                y = self.a(x)
+                if not torch.is_tensor(y) or not isinstance(y.relu(), Tensor) or isinstance(self.a.weight, int):
+                    return y
+                assert isinstance(self.a.weight, nn.Parameter)
+                return self.b(y) if isinstance(y.shape[0], int) else y
+
+        check(Net(), call(image()), call([image()]))
+
+    def test_a_class_that_is_not_known_is_refused(self) -> None:
+        class Either(nn.Module):
+            def forward(self, x: Tensor) -> Any:
+                return (x, x) if x.sum() > 0 else (x, x, x)
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.either, self.b = conv(), nn.Sequential(conv(4), Either()), conv(4)
+
+            def forward(self, x: Any) -> Tensor:
+                y = self.either(self.a(x))
+                return self.b(y if isinstance(y, Tensor) else y[0])
+
+        with pytest.warns(UserWarning, match="Net cannot be traced.*class of a value"):
+            prepare(Net(), exclude=("either",))
+
+    def test_a_value_kept_in_a_global_is_refused(self) -> None:
+        kept: list[Tensor] = []
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv()
+
+            def forward(self, x: Any) -> Tensor:
+                kept.append(self.a(x))
+                return kept[-1]
+
+        with pytest.warns(UserWarning, match="Net cannot be traced.*outside"):
+            prepare(Net())
 
 
 class TestOpaque:
