@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,17 +14,26 @@ from torch import Tensor, fx, nn
 
 from qlightning.errors import CaptureError, QuantizationError
 from qlightning.graph.failure import TraceError
+from qlightning.graph.reads import Read, matcher
 from qlightning.graph.signature import CallSpec, describe_call, signature_of
 
 GRAPH_MODULES = "graph_fake_quant"
 _MAX_VARIANTS = 64
+_MAX_STATES = 8
 
 
 class Program:
-    """A graph and the function it compiles to, which takes the module and the leaves of a call."""
+    """A graph and the function it compiles to, which takes the module and the leaves of a call.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    Args:
+        graph: The graph.
+        reads: The plain values of the module on which it may depend.
+    """
+
+    def __init__(self, graph: fx.Graph, reads: tuple[Read, ...] = ()) -> None:
         self.graph = graph
+        self.reads = reads
+        self.fits = matcher(reads)
         code = graph.python_code("self")
         namespace = dict(code.globals)
         exec(compile(code.src, "<qlightning graph>", "exec"), namespace)
@@ -38,21 +48,20 @@ class Captured:
 
     Args:
         original: The class of the module, whose forward was traced.
-        trace: Builds the graph for a way of calling and a mode; None: only those added are there.
+        trace: Builds the program for a way of calling, as the module is now; None: only those added are there.
 
     Attributes:
-        programs: From the way of calling and the mode to the program.
+        programs: From the way of calling and the mode to the programs, one for every state that the module was in.
     """
 
-    def __init__(
-        self, original: type[nn.Module], trace: Callable[[nn.Module, CallSpec, bool], fx.Graph] | None
-    ) -> None:
+    def __init__(self, original: type[nn.Module], trace: Callable[[nn.Module, CallSpec], Program] | None) -> None:
         self.original = original
         self.signature = signature_of(original)
-        self.programs: dict[tuple[CallSpec, bool], Program] = {}
+        self.programs: dict[tuple[CallSpec, bool], list[Program]] = {}
         self._trace = trace
-        self._plain: dict[tuple[int, bool], Program] = {}
+        self._plain: dict[tuple[int, bool], list[Program]] = {}
         self._numeric: set[CallSpec] = set()
+        self._changes = False
 
     def follow(self, other: Captured) -> None:
         """Tells calls apart as the graphs of another module do."""
@@ -60,7 +69,7 @@ class Captured:
 
     def add(self, spec: CallSpec, training: bool, program: Program) -> None:
         """Keeps the program for a way of calling."""
-        self.programs[spec, training] = program
+        self.programs.setdefault((spec, training), []).append(program)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph for these arguments, and traces it first where there is none.
@@ -70,45 +79,80 @@ class Captured:
         """
         training = module.training
         plain = not kwargs and all(isinstance(value, Tensor) for value in args)
-        if plain and (program := self._plain.get((len(args), training))) is not None:
-            return program.run(module, *args)
+        if plain and (known := self._plain.get((len(args), training))) is not None:
+            for program in known:
+                if program.fits(module):
+                    return program.run(module, *args)
         spec, leaves = describe_call(self.signature, args, kwargs)
         if spec in self._numeric:
             spec, leaves = describe_call(self.signature, args, kwargs, freeze_numbers=True)
-        program = self.programs.get((spec, training))
-        if program is None:
+        try:
+            program = self.program(module, spec)
+        except TraceError as error:
+            frozen, leaves = describe_call(self.signature, args, kwargs, freeze_numbers=True)
+            if frozen == spec:
+                raise _untraceable(self.original, error) from error
+            self._numeric.add(spec)
+            spec = frozen
             try:
-                program = self._variant(module, spec, training)
-            except TraceError as error:
-                frozen, frozen_leaves = describe_call(self.signature, args, kwargs, freeze_numbers=True)
-                if frozen == spec:
-                    raise _untraceable(self.original, error) from error
-                self._numeric.add(spec)
-                spec, leaves = frozen, frozen_leaves
-                program = self.programs.get((spec, training))
-                if program is None:
-                    try:
-                        program = self._variant(module, spec, training)
-                    except TraceError as again:
-                        raise _untraceable(self.original, again) from again
+                program = self.program(module, spec)
+            except TraceError as again:
+                raise _untraceable(self.original, again) from again
         if plain:
-            self._plain[len(args), training] = program
+            self._plain[len(args), training] = self.programs[spec, training]
         return program.run(module, *leaves)
 
-    def _variant(self, module: nn.Module, spec: CallSpec, training: bool) -> Program:
+    def program(self, module: nn.Module, spec: CallSpec) -> Program:
+        """The program for a way of calling, in the mode and state that the module is in; traced where there is none.
+
+        Raises:
+            TraceError: The forward cannot be traced for it.
+            CaptureError: There is none, and no more can be traced.
+        """
+        known = self.programs.get((spec, module.training), [])
+        for program in known:
+            if program.fits(module):
+                return program
         if self._trace is None:
             raise CaptureError(
                 f"{self.original.__name__}: this int8 model was never called this way before it was converted: "
-                f"{spec.describe()}. Call the prepared model so once (flags and None count), then convert."
+                f"{spec.describe()}{_states(known, module)}. Call the prepared model so once (flags and None count), "
+                f"then convert."
             )
-        if len(self.programs) >= _MAX_VARIANTS:
+        if len(self.programs) >= _MAX_VARIANTS and not known:
             raise CaptureError(
                 f"{self.original.__name__}: called in more than {_MAX_VARIANTS} different ways; numbers or strings "
                 f"that change with every call cannot be part of a graph. Pass them as tensors, or exclude the module."
             )
-        program = Program(self._trace(module, spec, training))
-        self.programs[spec, training] = program
+        program = self._trace(module, spec)
+        self.add(spec, module.training, program)
+        known = self.programs[spec, module.training]
+        if len(known) > _MAX_STATES:
+            if not self._changes:
+                self._changes = True
+                warnings.warn(
+                    f"{self.original.__name__} is traced anew for every value of what its forward reads: "
+                    f"{', '.join(_differing(known))}. What changes often is faster as an argument or as a buffer.",
+                    stacklevel=4,
+                )
+            del known[0]
         return program
+
+
+def _differing(programs: list[Program]) -> list[str]:
+    """The attributes whose values tell programs apart."""
+    values: dict[str, set[Any]] = {}
+    for program in programs:
+        for path, name, value in program.reads:
+            values.setdefault(f"{path}.{name}".lstrip("."), set()).add(value)
+    return [name for name, found in values.items() if len(found) > 1]
+
+
+def _states(programs: list[Program], module: nn.Module) -> str:
+    """For a message: what differs from the states that there are programs for."""
+    reads = programs[-1].reads if programs else ()
+    changed = [f"{read[0]}.{read[1]}".lstrip(".") for read in reads if not matcher((read,))(module)]
+    return f", with other values of {', '.join(changed)}" if changed else ""
 
 
 def _untraceable(original: type[nn.Module], error: TraceError) -> QuantizationError:

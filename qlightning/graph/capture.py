@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from qlightning.errors import ConfigError
 from qlightning.graph.failure import TraceError, TraceFailure
+from qlightning.graph.reads import Read
 from qlightning.graph.signature import CallSpec, describe_call, expected_calls, signature_of
 from qlightning.graph.tracing import has_layers, is_container, trace
 from qlightning.nn.qat import layer_type
@@ -23,14 +24,14 @@ class CapturedRoot:
         path: Its name below the model; "" for the model itself.
         module: The module.
         original: Its class.
-        graphs: From the way of calling and the mode to the graph.
+        graphs: From the way of calling and the mode to the graph, and the plain values that it may depend on.
         leaves: Names below it of modules that are called in one piece.
     """
 
     path: str
     module: nn.Module
     original: type[nn.Module]
-    graphs: dict[tuple[CallSpec, bool], fx.Graph]
+    graphs: dict[tuple[CallSpec, bool], tuple[fx.Graph, tuple[Read, ...]]]
     leaves: frozenset[str]
 
 
@@ -98,7 +99,7 @@ def _capture_children(module: nn.Module, path: str, stays_float: Callable[[str],
 
 @dataclass
 class _Traced:
-    graphs: dict[tuple[CallSpec, bool], fx.Graph]
+    graphs: dict[tuple[CallSpec, bool], tuple[fx.Graph, tuple[Read, ...]]]
     failures: list[TraceFailure]
 
 
@@ -110,7 +111,7 @@ def _trace_root(module: nn.Module, leaves: set[str]) -> _Traced:
     failures: list[TraceFailure] = []
     while True:
         all_leaves = leaves | {failure.path for failure in failures}
-        graphs: dict[tuple[CallSpec, bool], fx.Graph] = {}
+        graphs: dict[tuple[CallSpec, bool], tuple[fx.Graph, tuple[Read, ...]]] = {}
         failed = None
         for index, spec in enumerate(specs):
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,12 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qlightning.backends import Backend, resolve_backend
 from qlightning.backends.qdq import has_attribute
-from qlightning.errors import BackendError, CalibrationError, ConfigError
+from qlightning.errors import BackendError, CalibrationError, CaptureError, ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qlightning.graph import state
 from qlightning.graph.bind import GRAPH_MODULES, BoundModule, Captured, Program, bind
+from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import CONV_TYPES, Preparation, PreparedModule, is_prepared
 from qlightning.graph.qdq import GraphConversion
+from qlightning.graph.reads import Read
+from qlightning.graph.signature import CallSpec
 from qlightning.nn.qat import QATLayer, swap_out
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.tensor import QuantizedTensor
@@ -103,8 +106,9 @@ def _in_eval_graphs(prepared: nn.Module) -> set[int]:
     found = set()
     for module in prepared.modules():
         if isinstance(module, PreparedModule):
-            for (_, training), program in module.__dict__["_captured"].programs.items():
-                calls = () if training else (n for n in program.graph.nodes if n.op == "call_module")
+            for (_, training), programs in module.__dict__["_captured"].programs.items():
+                nodes = [] if training else [node for program in programs for node in program.graph.nodes]
+                calls = (node for node in nodes if node.op == "call_module")
                 found |= {id(module.get_submodule(str(node.target))) for node in calls}
     return found
 
@@ -179,22 +183,40 @@ class _RootConversion:
         self._kept: dict[tuple[str, str], str] = {}
 
     def run(self) -> nn.Module:
-        graphs = {s: p.graph for (s, training), p in self._captured.programs.items() if not training}
+        programs = list(self._eval_programs())
         self._root = self._copy_tree()
-        qdq = {spec: self._to_qdq(graph) for spec, graph in graphs.items()}
-        self._finish_tree(qdq.values())
+        qdq = [(spec, reads, self._to_qdq(graph)) for spec, reads, graph in programs]
+        self._finish_tree([graph for _, _, graph in qdq])
         captured = Captured(self._class if self._keep_class else _Standalone, None)
         captured.follow(self._captured)
-        for spec, graph in qdq.items():
-            program = Program(self._backend.lower(graph, self._root))
+        for spec, reads, graph in qdq:
+            program = Program(self._backend.lower(graph, self._root), reads)
             captured.add(spec, False, program)
             captured.add(spec, True, program)
         members: dict[str, Any] = {"train": _stays_in_eval}
         if self._is_layer:
             members["weight"] = _weight_of_layer
         bind(self._root, captured, ConvertedModule, **members)
-        self._root.__dict__["_qdq"] = qdq
         return self._root
+
+    def _eval_programs(self) -> Iterator[tuple[CallSpec, tuple[Read, ...], fx.Graph]]:
+        """The graphs of eval mode and what they depend on, but for modes: an int8 model has no other."""
+        modes = [(m, m.training) for m in self._module.modules()]
+        try:
+            for m, _ in modes:
+                m.training = False
+            for spec in [spec for spec, training in self._captured.programs if not training]:
+                try:
+                    now = self._captured.program(self._module, spec)
+                except TraceError as error:
+                    raise CaptureError(f"{self._captured.original.__name__}, as it is now: {error}") from error
+                for program in self._captured.programs[spec, False] if self._keep_class else [now]:
+                    if not any(name == "training" and mode for _, name, mode in program.reads):
+                        reads = tuple(read for read in program.reads if read[1] != "training")
+                        yield spec, reads if self._keep_class else (), program.graph
+        finally:
+            for m, mode in modes:
+                m.training = mode
 
     # The tree
 

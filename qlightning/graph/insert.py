@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from qlightning.backends.qdq import free_name
 from qlightning.fake_quantize import FakeQuantize, set_observers
-from qlightning.graph.bind import GRAPH_MODULES, Captured
+from qlightning.graph.bind import GRAPH_MODULES, Captured, Program
 from qlightning.graph.capture import module_device
 from qlightning.graph.patterns import Plan, plan
 from qlightning.graph.signature import CallSpec
@@ -41,12 +41,12 @@ class GraphPreparer:
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphPreparer:
         return self
 
-    def trace(self, module: nn.Module, spec: CallSpec, training: bool) -> fx.Graph:
+    def trace(self, module: nn.Module, spec: CallSpec, training: bool | None = None) -> Program:
         """Traces the module for one more way of calling it, and prepares the graph."""
         captured: Captured = module.__dict__["_captured"]
-        graph = trace(module, captured.original, spec, training=training, leaves=self._leaves)
+        graph, reads = trace(module, captured.original, spec, training=training, leaves=self._leaves)
         self.insert(graph, module)
-        return graph
+        return Program(graph, reads)
 
     def plan(self, graph: fx.Graph, module: nn.Module) -> tuple[Plan, Vocabulary]:
         """Finds where the grids of a graph go."""

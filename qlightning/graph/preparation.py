@@ -94,7 +94,7 @@ CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTransp
 
 def _passed_weights(root: CapturedRoot) -> Iterator[tuple[str, str]]:
     """Layers whose weight a graph hands to a function, and why that does not make them int8."""
-    for graph in root.graphs.values():
+    for graph, _ in root.graphs.values():
         ops = Vocabulary(graph, root.module)
         for node in graph.nodes:
             if node.op == "get_attr" and str(node.target).endswith(".weight"):

@@ -103,7 +103,7 @@ def _apply(root: CapturedRoot, resolver: Resolver, mode: Mode) -> set[str]:
     """Prepares one root; returns the names of its layers that became QAT layers."""
     preparer = GraphPreparer(root.path, resolver, mode, root.leaves)
     layers: dict[str, list[Any]] = {}
-    for graph in root.graphs.values():
+    for graph, _ in root.graphs.values():
         found, ops = preparer.plan(graph, root.module)
         for block in found.blocks.values():
             if ops[block.head].kind is Kind.LAYER and block.head.op == "call_module":
@@ -119,7 +119,7 @@ def _apply(root: CapturedRoot, resolver: Resolver, mode: Mode) -> set[str]:
         captured = Captured(type(root.module), preparer.trace)
         bind(root.module, captured, PreparedModule)
         for spec, training in root.graphs:
-            captured.add(spec, training, Program(preparer.trace(root.module, spec, training)))
+            captured.add(spec, training, preparer.trace(root.module, spec, training))
         return {root.path}
     for name, bns in layers.items():
         bn = bns[0] if all(other is bns[0] for other in bns) else None  # a layer with several has a grid of its own
@@ -128,9 +128,9 @@ def _apply(root: CapturedRoot, resolver: Resolver, mode: Mode) -> set[str]:
         assert qconfig is not None
         swap_in(root.module.get_submodule(name), full, qconfig, bn)
         changed.add(full)
-    for (spec, training), graph in root.graphs.items():
+    for (spec, training), (graph, reads) in root.graphs.items():
         preparer.insert(graph, root.module)
-        programs.append((spec, training, Program(graph)))
+        programs.append((spec, training, Program(graph, reads)))
     bind(root.module, captured, PreparedModule)
     for spec, training, program in programs:
         captured.add(spec, training, program)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CONSTANTS = (type(None), bool, str, bytes, enum.Enum, torch.dtype, torch.device, torch.memory_format)
+CONSTANTS = (type(None), bool, str, bytes, enum.Enum, torch.dtype, torch.device, torch.memory_format)
 _LEAF, _VALUE = "*", "?"  # tensors, and all else that the graph takes as inputs
 
 
@@ -71,7 +71,7 @@ def describe_call(
     def visit(value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
             pass
-        elif isinstance(value, _CONSTANTS) or (freeze_numbers and isinstance(value, (int, float))):
+        elif isinstance(value, CONSTANTS) or (freeze_numbers and isinstance(value, (int, float))):
             return ("constant", type(value), value)
         elif isinstance(value, dict):
             return ("dict", type(value), tuple((key, visit(item, f"{name}_{key}")) for key, item in value.items()))

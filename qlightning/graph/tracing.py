@@ -12,6 +12,7 @@ from qlightning.graph.aliasing import may_write, mutates, read_after_write, writ
 from qlightning.graph.effects import Generators, Snapshot
 from qlightning.graph.failure import TraceError, TraceFailure, failure_of, source_of
 from qlightning.graph.grad_mode import detach_regions
+from qlightning.graph.reads import Read, recording_reads
 from qlightning.graph.signature import CallSpec, describe_call, expected_calls, signature_of
 from qlightning.graph.tracer import Tracer, recording
 from qlightning.nn.qat import layer_type
@@ -23,31 +24,35 @@ def trace(
     original: type[nn.Module],
     spec: CallSpec,
     *,
-    training: bool,
+    training: bool | None,
     leaves: Iterable[str] = (),
-) -> fx.Graph:
+) -> tuple[fx.Graph, tuple[Read, ...]]:
     """Traces the forward of a module for one way of calling it.
 
     Args:
         module: The root; left as it is.
         original: The class whose ``forward`` is traced.
         spec: The way of calling; its leaves are symbols during the trace, and the placeholders of the graph.
-        training: The mode that ``module.training`` shows in it and all below.
+        training: The mode that ``module.training`` shows in it and all below; None: the mode that each has.
         leaves: Names of modules that are called in one piece.
+
+    Returns:
+        The graph, and the plain values of the modules on which it may depend.
 
     Raises:
         TraceError: Some code cannot be traced; carries which and where.
     """
     own_class = module.__class__
     modes = [(m, m.training) for m in module.modules()]
-    for m, _ in modes:
-        m.training = training
+    for m, mode in modes:
+        m.training = mode if training is None else training
     before, generators = Snapshot(module), Generators(module)
     tracer = Tracer(leaves, spec.value_names)
+    reads: list[Read] = []
     refusal = None
     try:
         module.__class__ = type(original.__name__, (own_class,), {"forward": _forward(original, spec)})
-        with torch.enable_grad(), recording():
+        with torch.enable_grad(), recording(), recording_reads(module, reads):
             graph = tracer.trace(module)
             if not torch.is_grad_enabled():
                 refusal = "forward switches gradients off and leaves them so"
@@ -79,7 +84,7 @@ def trace(
     except ValueError as error:
         raise TraceError(TraceFailure("", original.__name__, source_of(original), str(error))) from error
     graph.eliminate_dead_code(is_impure_node=_keeps)
-    return graph
+    return graph, tuple(reads)
 
 
 def _forward(original: type[nn.Module], spec: CallSpec) -> Any:
@@ -98,7 +103,7 @@ def _writes_to_input(module: nn.Module) -> bool:
     signature = signature_of(type(module))
     args, kwargs = expected_calls(signature)[0]
     try:
-        graph = trace(module, type(module), describe_call(signature, args, kwargs)[0], training=module.training)
+        graph, _ = trace(module, type(module), describe_call(signature, args, kwargs)[0], training=None)
     except TraceError:
         return True
     return writes_to_inputs(graph, module)

@@ -9,10 +9,12 @@ import random
 import warnings
 from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from qlightning.backends import available
 from qlightning.errors import CaptureError, ConfigError
 from qlightning.fake_quantize import set_fake_quant, set_observers
 from qlightning.functional import sqnr
+from qlightning.graph import convert_standalone
 
 BACKENDS = [name for name in ("onednn", "reference") if name in available()]
 Output = namedtuple("Output", ["logits", "features"])
@@ -1197,6 +1200,134 @@ class TestInPlace:
 
         with pytest.warns(UserWarning, match="Net cannot be traced.*outside"):
             prepare(Net())
+
+
+class Stateful(nn.Module):
+    """Reads plain values of itself and of a part."""
+
+    default = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(), conv(4)
+        self.inner = Temperature()
+        self.return_features, self.mode, self.sizes, self.options = False, "sum", [1, 2], {"scale": 1.0}
+        self.config = SimpleNamespace(shift=0.5)
+        self.unread = 0
+
+    @property
+    def doubled(self) -> float:
+        return self.inner.t * 2
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(self.a(x)) * self.default * self.options["scale"] + self.config.shift + self.doubled
+        y = self.b(y) * sum(self.sizes)
+        y = y + 1 if self.mode == "sum" else y * 2
+        return (y, y.relu()) if self.return_features else y
+
+
+class Temperature(nn.Module):
+    """Divides by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training) / self.t
+
+
+class TestState:
+    """Plain values and modes of the modules count as they are at the call, not as they were in the trace."""
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda m: setattr(m.inner, "t", 4.0),
+            lambda m: setattr(m, "return_features", True),
+            lambda m: setattr(m, "mode", "other"),
+            lambda m: setattr(m, "default", 3),
+            lambda m: m.sizes.append(3),
+            lambda m: m.options.update(scale=3.0),
+            lambda m: setattr(m.config, "shift", -1.0),
+            lambda m: m.inner.train(),
+        ],
+        ids=["number", "flag", "string", "class", "list", "dict", "namespace", "mode"],
+    )
+    def test_a_change_after_prepare(self, change: Any) -> None:
+        net = Stateful().eval()
+        x = image()
+        changed = copy.deepcopy(net)
+        change(changed)
+        before = net(x)
+        torch.manual_seed(0)
+        expected = changed(x)
+        prepare(net)
+        set_fake_quant(net, False)
+        set_observers(net, False)
+        assert_close(before, net(x), 90)
+        count = len(net._captured.programs[next(iter(net._captured.programs))])
+        net.unread = 1
+        assert_close(before, net(x), 90)
+        assert len(net._captured.programs[next(iter(net._captured.programs))]) == count
+        change(net)
+        torch.manual_seed(0)
+        assert_close(expected, net(x), 90)
+        set_fake_quant(net, True)
+        set_observers(net, True)
+        net.train()(x)
+        net.eval()
+        for backend in BACKENDS:
+            int8 = convert(net, backend=backend)
+            assert_close(changed.eval()(x), int8(x), 15)
+
+    def test_a_state_that_int8_has_never_seen_is_named(self) -> None:
+        net = calibrated(prepare(Stateful()))
+        int8 = convert(net)
+        int8(image())
+        int8.inner.t = 7.0
+        with pytest.raises(CaptureError, match=r"inner\.t"):
+            int8(image())
+
+    def test_the_epoch_of_a_lightning_module(self) -> None:
+        class Lit(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.a(x) * (1 + self.current_epoch)
+
+        net = Lit().eval()
+        x = image()
+        expected = net(x)
+        prepare(net)
+        set_fake_quant(net, False)
+        assert_close(expected, net(x), 90)
+        net._trainer = SimpleNamespace(current_epoch=3)
+        assert_close(expected * 4, net(x), 90)
+        set_fake_quant(net, True)
+        for epoch in range(8):
+            net._trainer.current_epoch = epoch
+            net(x)
+        net._trainer.current_epoch = 8
+        with pytest.warns(UserWarning, match="traced anew for every value of .*current_epoch"):
+            net(x)
+        net.train()(x)
+        net._trainer.current_epoch = 1
+        net.eval()
+        assert_close(expected * 2, convert_standalone(net)(x), 20)
+
+    def test_the_mode_of_a_part(self) -> None:
+        net = nn.Sequential(OrderedDict(a=conv(), body=Temperature(), b=conv(4)))
+        prepare(net).train()
+        net.body.eval()
+        x = image()
+        assert torch.equal(net(x), net(x))
+        net.body.train()
+        assert not torch.equal(net(x), net(x))
+        net.eval().body.train()
+        assert not torch.equal(net(x), net(x))
 
 
 class TestOpaque:
