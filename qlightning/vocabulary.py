@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qlightning.fake_quantize import FakeQuantize
-from qlightning.nn.qat import layer_type
+from qlightning.nn.qat import has_forward_hooks, layer_type
 
 aten = torch.ops.aten
 
@@ -292,6 +292,8 @@ class Vocabulary:
             return Op(Kind.FAKE_QUANT, inputs)
         if not inputs:
             return Op(Kind.FLOAT)
+        if has_forward_hooks(module) or "forward" in vars(module):  # only the module itself, when called, runs these
+            return Op(Kind.FLOAT, inputs, sequence=isinstance(module, OPAQUE))
         if layer_type(module) is not None and len(node.args) + len(node.kwargs) == 1:
             return Op(Kind.LAYER, inputs)
         if _known(module, (_BatchNorm,)):

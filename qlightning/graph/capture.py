@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from qlightning.errors import ConfigError
-from qlightning.graph.failure import TraceError, TraceFailure
+from qlightning.graph.failure import TraceError, TraceFailure, source_of
 from qlightning.graph.reads import Read
 from qlightning.graph.signature import CallSpec, describe_call, expected_calls, signature_of
 from qlightning.graph.tracing import has_layers, is_container, trace
@@ -68,7 +68,12 @@ def _check_not_wrapped(name: str, module: nn.Module) -> None:
 
 
 def _capture(module: nn.Module, path: str, stays_float: Callable[[str], bool], found: Capture) -> None:
-    if stays_float(path) or not has_layers(module):
+    if stays_float(path) or not has_layers(module) or any(root.module is module for root in found.roots):
+        return
+    if "forward" in vars(module):
+        message = "its forward is an attribute of the object, which a graph cannot replace; define it in a class"
+        found.failures.append(TraceFailure(path, type(module).__name__, source_of(type(module)), message))
+        _capture_children(module, path, stays_float, found)
         return
     if is_container(module) or type(module).forward is nn.Module.forward or is_torch_transformer(module):
         _capture_children(module, path, stays_float, found)

@@ -23,7 +23,7 @@ from qlightning.graph.preparation import CONV_TYPES, Preparation, PreparedModule
 from qlightning.graph.qdq import GraphConversion
 from qlightning.graph.reads import Read
 from qlightning.graph.signature import CallSpec
-from qlightning.nn.qat import QATLayer, swap_out
+from qlightning.nn.qat import QATLayer, has_forward_hooks, swap_out
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.tensor import QuantizedTensor
 
@@ -252,6 +252,8 @@ class _RootConversion:
                 layer = self._root.get_submodule(other) if other else _float_copy(module)
                 if path not in called and not other:
                     layer.__dict__["_float_reason"] = "called in training only"
+                elif has_forward_hooks(module):
+                    layer.__dict__["_float_reason"] = "has forward hooks, which an int8 kernel would not call"
                 _set_submodule(self._root, path, layer)
         for path, module in list(self._root.named_modules()):
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and path in self._folded and path not in called:

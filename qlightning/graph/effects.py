@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_LARGE = 10_000
+_LARGE, _MOST = 10_000, 100_000  # above that it is data, not state
 
 
 class Snapshot:
@@ -32,20 +32,23 @@ class Snapshot:
                 self._visit(value, path, name)
 
     def _visit(self, value: Any, path: str, attribute: str) -> None:
-        if id(value) in self._contents or isinstance(value, nn.Module):
-            return
-        if isinstance(value, (dict, list, set, deque)):
-            self._keep(value, path, attribute)
-            items: Any = value.values() if isinstance(value, dict) else value
-        elif isinstance(value, tuple):
-            items = value
-        elif _is_plain_object(value):
-            self._keep(vars(value), path, attribute)
-            items = vars(value).values()
-        else:
-            return
-        for item in list(items) if len(items) <= _LARGE else ():  # data, not state
-            self._visit(item, path, attribute)
+        todo = [value]
+        while todo and len(self._contents) < _MOST:
+            value = todo.pop()
+            if id(value) in self._contents or isinstance(value, nn.Module):
+                continue
+            if isinstance(value, (dict, list, set, deque)):
+                self._keep(value, path, attribute)
+                items: Any = value.values() if isinstance(value, dict) else value
+            elif isinstance(value, tuple):
+                items = value
+            elif _is_plain_object(value) and id(vars(value)) not in self._contents:
+                self._keep(vars(value), path, attribute)
+                items = vars(value).values()
+            else:
+                continue
+            if len(items) <= _LARGE:
+                todo += items
 
     def _keep(self, container: Any, path: str, attribute: str) -> None:
         plain = next((kind for kind in (dict, set) if isinstance(container, kind)), list)
@@ -65,10 +68,15 @@ class Snapshot:
         return written
 
 
+_FOREIGN = frozenset(
+    {"torch", "builtins", "pytorch_lightning", "lightning", "lightning_fabric", "torchmetrics", "qlightning"}
+)
+
+
 def _is_plain_object(value: Any) -> bool:
     """An object of a class of the user's that holds values: a namespace, a dataclass, a recorder."""
     origin = type(value).__module__.partition(".")[0]
-    known = origin in ("torch", "builtins", "pytorch_lightning", "lightning", "lightning_fabric", "torchmetrics")
+    known = origin in _FOREIGN
     return not known and not callable(value) and isinstance(getattr(value, "__dict__", None), dict)
 
 

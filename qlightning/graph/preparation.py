@@ -13,7 +13,7 @@ from qlightning.graph.bind import BoundModule
 from qlightning.graph.capture import CapturedRoot
 from qlightning.graph.failure import TraceFailure
 from qlightning.graph.tracing import has_layers
-from qlightning.nn.qat import QATLayer, layer_type
+from qlightning.nn.qat import QATLayer, has_forward_hooks, layer_type
 from qlightning.qconfig import Mode, QConfig, Resolver
 from qlightning.vocabulary import LAYER_FUNCTIONS, Vocabulary, function_name
 
@@ -80,6 +80,8 @@ def float_reasons(
             reasons[name] = f"inside {inside}, which torch calls in one piece"
         elif layer_type(module) is None:
             reasons[name] = f"{type(module).__name__} has a forward of its own"
+        elif has_forward_hooks(module):
+            reasons[name] = "has forward hooks, which an int8 kernel would not call"
         elif name in passed:
             reasons[name] = passed[name]
         elif name in otherwise:

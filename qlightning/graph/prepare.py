@@ -126,7 +126,8 @@ def _apply(root: CapturedRoot, resolver: Resolver, mode: Mode) -> set[str]:
         full = f"{root.path}.{name}" if root.path else name
         qconfig = resolver.resolve(full)[0]
         assert qconfig is not None
-        swap_in(root.module.get_submodule(name), full, qconfig, bn)
+        if not isinstance(layer := root.module.get_submodule(name), QATLayer):  # two roots may share it
+            swap_in(layer, full, qconfig, bn)
         changed.add(full)
     for (spec, training), (graph, reads) in root.graphs.items():
         preparer.insert(graph, root.module)

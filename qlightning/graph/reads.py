@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import keyword
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -80,7 +81,8 @@ def matcher(reads: tuple[Read, ...]) -> Callable[[nn.Module], bool]:
             names[path] = f"m{len(names)}"
             steps = "".join(f"._modules[{part!r}]" for part in path.split("."))
             lines.append(f"    {names[path]} = self{steps}")
-        term = f"getattr({names[path]}, {attribute!r})"
+        plain = attribute.isidentifier() and not keyword.iskeyword(attribute)
+        term = f"{names[path]}.{attribute}" if plain else f"getattr({names[path]}, {attribute!r})"
         terms.append(f"frozen({term})" if isinstance(value, tuple) else term)
     source = "\n".join(["def current(self):", *lines, f"    return ({', '.join(terms)},)"])
     namespace: dict[str, Any] = {"frozen": frozen}

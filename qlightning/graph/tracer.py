@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
 import gc
 import operator
@@ -119,7 +120,7 @@ class Tracer(fx.Tracer):
             return a.node
         # torch.fx makes a plain dict of every mapping.
         if isinstance(a, dict) and type(a) is not dict:
-            return self.create_node("call_function", type(a), (self.create_arg(dict(a)),), {})
+            return self.create_node("call_function", _builder(a), (self.create_arg(dict(a)),), {})
         if isinstance(a, Tensor) and not self._is_of_root(a):
             # A tensor that the forward has made: the module has no name for it, the graph keeps it.
             node = self.create_node("get_attr", "constant", (), {})
@@ -141,8 +142,10 @@ class Tracer(fx.Tracer):
 
     def keeps_symbols(self) -> bool:
         """Whether, after the trace, something still holds a symbol: the forward has put it where a graph would not."""
-        if any(symbol() is not None for symbol in self._symbols):
-            gc.collect()
+        for generation in range(3):  # some are in cycles with frames
+            if all(symbol() is None for symbol in self._symbols):
+                return False
+            gc.collect(generation)
         return any(symbol() is not None for symbol in self._symbols)
 
     def class_of(self, node: fx.Node) -> type:
@@ -267,6 +270,26 @@ def recording() -> Iterator[None]:
 def _symbol_in(args: Any, kwargs: Any) -> fx.Proxy | None:
     flat, _ = tree_flatten((args, kwargs))
     return next((value for value in flat if isinstance(value, fx.Proxy)), None)
+
+
+def _builder(mapping: dict[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
+    """What makes a mapping like another from a plain dict: its class; or a copy, as a defaultdict has more to it."""
+    cls = type(mapping)
+    try:
+        if cls(dict(mapping)).keys() == mapping.keys():
+            return cls
+    except TypeError:
+        pass
+    empty = copy.copy(mapping)
+    empty.clear()
+
+    def build(items: dict[Any, Any]) -> Any:
+        built = copy.copy(empty)
+        built.update(items)
+        return built
+
+    build.__name__ = cls.__name__
+    return build
 
 
 @functools.cache

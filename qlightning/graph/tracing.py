@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from qlightning.graph.aliasing import may_write, mutates, read_after_write, writes_to_inputs
+from qlightning.graph.bind import GRAPH_MODULES
 from qlightning.graph.effects import Generators, Snapshot
 from qlightning.graph.failure import TraceError, TraceFailure, failure_of, source_of
 from qlightning.graph.grad_mode import detach_regions
@@ -25,7 +26,7 @@ def trace(
     spec: CallSpec,
     *,
     training: bool | None,
-    leaves: Iterable[str] = (),
+    leaves: Collection[str] = (),
 ) -> tuple[fx.Graph, tuple[Read, ...]]:
     """Traces the forward of a module for one way of calling it.
 
@@ -46,6 +47,7 @@ def trace(
     modes = [(m, m.training) for m in module.modules()]
     for m, mode in modes:
         m.training = mode if training is None else training
+    prepared = _as_before_prepare(module, leaves)
     before, generators = Snapshot(module), Generators(module)
     tracer = Tracer(leaves, spec.value_names)
     reads: list[Read] = []
@@ -64,6 +66,10 @@ def trace(
         module.__class__ = own_class
         written = before.restore()
         drawn = generators.restore()
+        for m, cls, children in prepared:
+            m.__class__ = cls
+            m._modules.clear()
+            m._modules.update(children)
         for m, mode in modes:
             m.training = mode
     path = ""
@@ -85,6 +91,21 @@ def trace(
         raise TraceError(TraceFailure("", original.__name__, source_of(original), str(error))) from error
     graph.eliminate_dead_code(is_impure_node=_keeps)
     return graph, tuple(reads)
+
+
+def _as_before_prepare(
+    root: nn.Module, leaves: Collection[str]
+) -> list[tuple[nn.Module, type[nn.Module], dict[str, nn.Module | None]]]:
+    """Hides what prepare has added to modules; returns the classes and children that they have to get back."""
+    changed = []
+    for name, module in root.named_modules():
+        captured = vars(module).get("_captured")
+        if captured is not None and name not in leaves:
+            changed.append((module, type(module), dict(module._modules)))
+            module._modules.pop(GRAPH_MODULES, None)
+            if module is not root:  # a part that others call, too, with graphs of its own
+                module.__class__ = captured.original
+    return changed
 
 
 def _forward(original: type[nn.Module], spec: CallSpec) -> Any:

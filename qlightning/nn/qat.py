@@ -105,6 +105,8 @@ def layer_type(module: nn.Module) -> type[nn.Module] | None:
 
     A subclass counts while it keeps the forward of its torch layer.
     """
+    if "forward" in vars(module):
+        return None
     for cls in type(module).__mro__:
         if cls in TWINS:
             same = isinstance(module, QATLayer) or (
@@ -114,6 +116,12 @@ def layer_type(module: nn.Module) -> type[nn.Module] | None:
             )
             return cls if same else None
     return None
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module runs hooks, other than those that apply a pruning mask to its weight."""
+    before = [hook for hook in module._forward_pre_hooks.values() if not isinstance(hook, prune.BasePruningMethod)]
+    return bool(module._forward_hooks or before)
 
 
 def check_layer(name: str, module: nn.Module) -> None:

@@ -7,9 +7,10 @@ import gc
 import inspect
 import random
 import warnings
-from collections import OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1328,6 +1329,135 @@ class TestState:
         assert not torch.equal(net(x), net(x))
         net.eval().body.train()
         assert not torch.equal(net(x), net(x))
+
+
+class Doubles:
+    """A hook that changes the result and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> Any:
+        self.calls += 1
+        return args[0] * 2 if output is None else output * 2
+
+    def __deepcopy__(self, memo: Any) -> Doubles:
+        return self
+
+
+class TestHooks:
+    @pytest.mark.parametrize("kind", ["after", "before"])
+    @pytest.mark.parametrize("name", ["conv", "bn", "relu", "last"])
+    @pytest.mark.parametrize("late", [False, True])
+    def test_hooks_of_torchs_modules_run_in_int8(self, kind: str, name: str, late: bool) -> None:
+        net = nn.Sequential(
+            OrderedDict(first=conv(), conv=conv(4), bn=nn.BatchNorm2d(4), relu=nn.ReLU(), mid=conv(4), last=conv(4))
+        )
+        module, hook = net.get_submodule(name), Doubles()
+
+        def register() -> None:
+            (module.register_forward_hook if kind == "after" else module.register_forward_pre_hook)(hook)
+
+        net.eval()
+        if not late:
+            register()
+        prepare(net).train()
+        if late:
+            register()
+        for _ in range(3):
+            net(image())
+        net.eval()
+        x = image()
+        expected = net(x)
+        for backend in BACKENDS:
+            int8 = convert(net, backend=backend)
+            hook.calls = 0
+            assert sqnr(expected, int8(x)) > 25
+            assert hook.calls == 1
+            rows = {row.name: row.reason for row in report(int8).float_layers}
+            assert list(rows) == ([name] if name in ("conv", "last") else [])
+            assert all("hooks" in reason for reason in rows.values())
+
+
+class Branches(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 100:
+            return x
+        return self.part(x)
+
+
+class TestStructure:
+    @pytest.mark.filterwarnings("ignore:.*cannot be traced")
+    @pytest.mark.parametrize("inline", [False, True])
+    def test_a_part_of_two_untraceable_modules(self, inline: bool) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                shared = nn.Sequential(conv(4), nn.ReLU(), conv(4))
+                self.first, self.shared = conv(), shared
+                self.a, self.b = Branches(shared), Branches(shared)
+
+            def forward(self, x: Tensor, more: bool = False) -> Tensor:
+                y = self.b(self.a(self.first(x)))
+                y = self.shared(y) if inline else y
+                return y + 1 if more else y
+
+        net = Net()
+        check(net, call(image()), call(image(), more=True))
+        unprepare(net)
+        assert type(net.shared) is nn.Sequential
+        assert type(net.shared[0]) is nn.Conv2d
+
+    @pytest.mark.parametrize("how", ["children", "modules"])
+    def test_a_loop_over_children(self, how: str) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = conv(), conv(4)
+
+            def forward(self, x: Tensor, scale: str = "one") -> Tensor:
+                for layer in self.children() if how == "children" else self._modules.values():
+                    x = layer(x)
+                return x * 2 if scale == "two" else x
+
+        net = Net()
+        check(net, call(image()), call(image(), "two"))
+        assert list(net._modules) == ["a", "b", "graph_fake_quant"]
+
+    @pytest.mark.parametrize("make", [lambda: defaultdict(list), OrderedDict, Counter], ids=["default", "ordered", "c"])
+    def test_outputs_in_mappings(self, make: Any) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = conv()
+
+            def forward(self, x: Tensor) -> Any:
+                out = make()
+                out["y"] = self.a(x)
+                return out
+
+        net = Net()
+        check(net, call(image()))
+        assert getattr(net(image()), "default_factory", None) in (None, list)
+
+    @pytest.mark.parametrize("layer", [False, True])
+    def test_a_forward_that_is_an_attribute(self, layer: bool) -> None:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return F.conv2d(x, self.weight * 2, padding=1) if layer else self[1](self[0](x)) * 3
+
+        net = nn.Sequential(conv(), conv(4))
+        target = net[0] if layer else net
+        target.forward = MethodType(forward, target)
+        with nullcontext() if layer else pytest.warns(UserWarning, match="Sequential cannot.*define it in a class"):
+            prepare(net)
+        unprepare(net)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check(net, call(image()), float_layers=int(layer))
 
 
 class TestOpaque:
