@@ -131,9 +131,9 @@ _ASSIGNMENTS = frozenset({"+=", "-=", "*=", "/=", "//=", "%=", "**=", "&=", "|="
 
 def _is_opaque(module: nn.Module | None) -> bool:
     """Whether a module called in one piece has code that is not torch's."""
-    return module is not None and (
-        isinstance(module, nn.Sequential) or not type(module).__module__.startswith(("torch.nn.", "qlightning."))
-    )
+    if module is None or isinstance(module, nn.Sequential):
+        return module is not None
+    return not type(module).forward.__module__.startswith(("torch.nn.", "qlightning."))
 
 
 def _aliases(start: fx.Node, now: fx.Node, ops: Vocabulary, order: dict[fx.Node, int]) -> list[tuple[fx.Node, bool]]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from qlightning.graph.signature import CONSTANTS
+from qlightning.nn.qat import QATLayer
 
 Read = tuple[str, str, Any]
 """The name of a module, that of an attribute, and the value it had."""
@@ -30,7 +31,9 @@ def recording_reads(root: nn.Module, reads: list[Read]) -> Iterator[None]:
     The modules of torch.nn are left out (they are called in one piece), and the mode of the root, which is known.
     """
     paths = {
-        id(m): name for name, m in root.named_modules() if m is root or not type(m).__module__.startswith("torch.nn.")
+        id(m): name
+        for name, m in root.named_modules()
+        if not isinstance(m, QATLayer) and (m is root or not type(m).__module__.startswith("torch.nn."))
     }
     seen: set[tuple[str, str]] = set()
 
