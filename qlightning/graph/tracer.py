@@ -243,13 +243,18 @@ def recording() -> Iterator[None]:
         found = isinstance_of(value, classes)
         if found or not isinstance_of(value, Symbol):
             return found
-        if any(part in sys._getframe(1).f_code.co_filename for part in ("/torch/", "/qlightning/graph/")):
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        if f"{asking}.".startswith(("torch.", "qlightning.graph.")):
             return found
         return issubclass(value.tracer.class_of(value.node), classes)
 
+    def is_tensor(value: Any) -> bool:
+        known = value.tracer.class_of(value.node) if isinstance_of(value, Symbol) else type(value)
+        return issubclass(known, Tensor)
+
     patches: list[tuple[Any, str, Any]] = [(torch, name, recorder(getattr(torch, name))) for name in _FACTORIES]
     patches += [
-        (torch, "is_tensor", lambda value: is_instance(value, Tensor)),
+        (torch, "is_tensor", is_tensor),
         (torch.autocast, "__enter__", refuse_autocast),
         (builtins, "isinstance", is_instance),
     ]
