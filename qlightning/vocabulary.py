@@ -45,11 +45,13 @@ class Op:
         kind: See Kind.
         inputs: The nodes of the tensors it computes on; for a layer, its activation alone.
         shape: For OTHER: whether it asks for what a tensor and its codes have in common.
+        sequence: Whether the result is a sequence of tensors.
     """
 
     kind: Kind
     inputs: tuple[fx.Node, ...] = ()
     shape: bool = False
+    sequence: bool = False
 
 
 # What torch takes for its own names, as numpy calls them.
@@ -304,7 +306,7 @@ class Vocabulary:
             return Op(Kind.POOL, inputs)
         if _known(module, _SAME_MODULES) and self._keeps_grid(module):
             return Op(Kind.SAME, inputs)
-        return Op(Kind.FLOAT, inputs)
+        return Op(Kind.FLOAT, inputs, sequence=isinstance(module, OPAQUE))
 
     @staticmethod
     def _keeps_grid(module: Any) -> bool:
@@ -355,7 +357,7 @@ class Vocabulary:
         if name in _POOL_FUNCTIONS:
             return Op(Kind.POOL, inputs)
         if name in _SEQUENCES:
-            return Op(Kind.SAME, inputs)
+            return Op(Kind.SAME, inputs, sequence=True)
         if (name in _MOVES or name in _DROPOUTS) and inputs == (argument(node, 0, "input"),):
             to_dtype = any(is_dtype(value) for value in (*node.args[1:], *node.kwargs.values()))
             return Op(Kind.FLOAT if to_dtype else Kind.SAME, inputs)
@@ -367,7 +369,8 @@ class Vocabulary:
             return Op(Kind.SAME, inputs)
         if name == "interpolate" and argument(node, 3, "mode", "nearest") in _NEAREST:
             return Op(Kind.SAME, inputs)
-        return Op(Kind.FLOAT, inputs)
+        takes_dim = len(node.args) > 1 or not {"dim", "axis"}.isdisjoint(node.kwargs)
+        return Op(Kind.FLOAT, inputs, sequence=name in ("topk", "sort", "max", "min") and takes_dim)
 
     def _classify_arithmetic(self, node: fx.Node, name: str, inputs: tuple[fx.Node, ...]) -> Op:
         left, right = _operands(node)

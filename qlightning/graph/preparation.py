@@ -111,7 +111,7 @@ def _passed_weights(root: CapturedRoot) -> Iterator[tuple[str, str]]:
 
 def _called_with_more(root: CapturedRoot) -> Iterator[tuple[str, str]]:
     """Layers that a graph gives more than their input, and what that is."""
-    for graph in root.graphs.values():
+    for graph, _ in root.graphs.values():
         for node in graph.nodes:
             if node.op == "call_module" and len(node.args) + len(node.kwargs) > 1:
                 more = [*node.kwargs] if node.args else [*node.kwargs][1:]
