@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable
 
+import torch
 from torch import fx, nn
 
 from qlightning.vocabulary import Kind, Vocabulary, function_name, is_known_origin
@@ -131,7 +132,7 @@ _ASSIGNMENTS = frozenset({"+=", "-=", "*=", "/=", "//=", "%=", "**=", "&=", "|="
 
 def _is_opaque(module: nn.Module | None) -> bool:
     """Whether a module called in one piece has code that is not torch's."""
-    if module is None or isinstance(module, nn.Sequential):
+    if module is None or isinstance(module, (nn.Sequential, torch.jit.ScriptModule)):
         return module is not None
     return not type(module).forward.__module__.startswith(("torch.nn.", "qlightning."))
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from qlightning.graph.signature import CONSTANTS
-from qlightning.nn.qat import QATLayer
+from qlightning.nn.qat import layer_type
 
 Read = tuple[str, str, Any]
 """The name of a module, that of an attribute, and the value it had."""
@@ -28,12 +28,13 @@ _OF_EVERY_MODULE = frozenset(dir(nn.Module())) - {"training"}
 def recording_reads(root: nn.Module, reads: list[Read]) -> Iterator[None]:
     """Adds every number, flag, string or collection of these that user code reads from the modules of a tree.
 
-    The modules of torch.nn are left out (they are called in one piece), and the mode of the root, which is known.
+    Layers and the modules of torch.nn are left out (they are called in one piece), and the mode of the root, which is
+    known.
     """
     paths = {
         id(m): name
         for name, m in root.named_modules()
-        if not isinstance(m, QATLayer) and (m is root or not type(m).__module__.startswith("torch.nn."))
+        if layer_type(m) is None and (m is root or not type(m).__module__.startswith("torch.nn."))
     }
     seen: set[tuple[str, str]] = set()
 

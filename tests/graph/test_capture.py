@@ -496,7 +496,7 @@ class TestCalls:
         check(Net(), call(image()))
 
     def test_hooks_fire(self) -> None:
-        net = nn.Sequential(OrderedDict(body=nn.Sequential(conv(), nn.ReLU()), head=conv(4)))
+        net = nn.Sequential(OrderedDict(body=nn.Sequential(conv(), nn.ReLU()), head=conv(4), tail=conv(4)))
         fired: list[str] = []
         net.register_forward_hook(lambda *_: fired.append("net"))
         net.body.register_forward_hook(lambda *_: fired.append("body"))
@@ -506,8 +506,10 @@ class TestCalls:
         net(image())
         assert fired == ["conv", "body", "head", "net"]
         fired.clear()
-        convert(net)(image())
-        assert {"net", "body"} <= set(fired)
+        int8 = convert(net)
+        int8(image())
+        assert fired == ["conv", "body", "head", "net"]
+        assert [layer.name for layer in report(int8).int8_layers] == ["tail"]
 
     def test_hooks_of_loading_get_the_int8_net(self) -> None:
         seen: list[nn.Module] = []
