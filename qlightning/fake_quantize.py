@@ -15,6 +15,8 @@ from qlightning.functional import calculate_qparams, fake_quantize
 from qlightning.observers import Observer
 from qlightning.qscheme import QScheme
 
+_MAX_NDIM = 10
+
 
 class FakeQuantize(nn.Module):
     """Rounds a tensor to the grid that its observer has found.
@@ -31,7 +33,6 @@ class FakeQuantize(nn.Module):
     Attributes:
         scale: float32, 0-d or one per channel; 0 while nothing was observed. Saved.
         zero_point: int32, of the same shape. Saved.
-        seen_ndims: The numbers of dimensions of the tensors observed in this process.
     """
 
     scale: Tensor
@@ -46,10 +47,19 @@ class FakeQuantize(nn.Module):
         self.fake_quant_enabled = True
         self.calibrating = False
         self.observed = False
-        self.seen_ndims: set[int] = set()
+        self._seen_ndims: set[int] = set()
         self.register_buffer("scale", torch.zeros(()))
         self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
         self.register_load_state_dict_post_hook(_regrid)
+
+    @property
+    def seen_ndims(self) -> set[int]:
+        """The numbers of dimensions of the tensors observed in this process."""
+        return self._seen_ndims | {ndim for ndim in range(_MAX_NDIM) if getattr(self, f"_seen_{ndim}d", False)}
+
+    @seen_ndims.setter
+    def seen_ndims(self, ndims: set[int]) -> None:
+        self._seen_ndims = ndims
 
     def forward(self, x: Any) -> Any:
         """Observes ``x`` where that is its turn, and returns it on the grid, in its own dtype.
@@ -70,17 +80,27 @@ class FakeQuantize(nn.Module):
         return fake_quantize(x, self.scale, self.zero_point, self.scheme)
 
     def _observe(self, x: Tensor) -> None:
-        self.seen_ndims.add(x.dim())
+        if torch.compiler.is_compiling():
+            # Written and never read in a graph: a set that grows would be guarded, and compile the graph anew.
+            setattr(self, f"_seen_{x.dim()}d", True)
+        else:
+            self._seen_ndims.add(x.dim())
         try:
             with torch.no_grad():
                 self.observer(x.detach())
         except NonFiniteError as error:
-            raise NonFiniteError(f"{self.name or type(self).__name__}: {error}") from error
+            raise self._named(error) from error
+
+    def _named(self, error: NonFiniteError) -> NonFiniteError:
+        return NonFiniteError(f"{self.name or type(self).__name__}: {error}")
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Takes scale and zero point from what the observer has seen; without it they stay."""
-        if isinstance(self.observer, Observer) and not (self.observer.seen_shapes or self.observer.observed):
+        observer = self.observer
+        # A graph of torch.compile, which cannot ask, comes here right after it has observed.
+        asks = isinstance(observer, Observer) and not torch.compiler.is_compiling()
+        if asks and not (observer.seen_shapes or observer.observed):
             return
         scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
         if self.scale.shape != scale.shape:
@@ -227,6 +247,23 @@ def fake_quantizers(module: nn.Module) -> Iterator[tuple[str, FakeQuantize]]:
 
 
 @torch.no_grad()
+def raise_nonfinite(fqs: Iterable[FakeQuantize]) -> None:
+    """Raises what graphs of torch.compile could not raise, with one transfer from the device where all is well.
+
+    Raises:
+        NonFiniteError: A compiled graph has met NaN or infinity since the last call; names the layer.
+    """
+    found = [(fq, o) for fq in fqs if isinstance(o := fq.observer, Observer) and o._in_graph]
+    if not found or not torch.stack([observer._met_nonfinite for _, observer in found]).any().item():
+        return
+    for fq, observer in found:
+        try:
+            observer.raise_nonfinite()
+        except NonFiniteError as error:
+            raise fq._named(error) from error
+
+
+@torch.no_grad()
 def refresh_all(fqs: Iterable[FakeQuantize]) -> None:
     """Does what :meth:`FakeQuantize.refresh` does for each of many, in one computation for all ranges of one scheme."""
     ranges: dict[QScheme, list[tuple[FakeQuantize, Tensor, Tensor]]] = {}
@@ -272,6 +309,7 @@ def calibrating(module: nn.Module) -> Iterator[None]:
         fq.calibrating = True
     try:
         yield
+        raise_nonfinite(found)
         for fq in found:
             if not isinstance(fq, WeightFakeQuantize) and fq.seen_ndims:
                 fq.refresh()

@@ -33,7 +33,8 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
       the grid for unsigned ones (128 for 8 bits).
 
     For full 8-bit grids this equals torch.ao's observers bit for bit (with their ``eps`` as `SCALE_MIN`). A scale is at
-    least `SCALE_MIN`, and finite for any finite range.
+    least `SCALE_MIN`, and finite for any finite range. While torch.compile traces it, a range is taken as it
+    is: whether it is one would be a branch.
 
     Args:
         min_val: The lowest values, float32: 0-d, or 1-d with one value a channel.
@@ -52,11 +53,13 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
         >>> round(scale.item(), 4), zero_point.item()
         (0.01, 0)
     """
-    # One number tells that all is well; what is not, or beyond float32, is looked at closely.
-    narrowest, widest = (max_val - min_val).aminmax()
-    ordinary = narrowest.item() >= 0 and widest.item() < math.inf
-    if not ordinary:
-        _check_range(min_val, max_val)
+    ordinary = False
+    if not torch.compiler.is_compiling():
+        # One number tells that all is well; what is not, or beyond float32, is looked at closely.
+        narrowest, widest = (max_val - min_val).aminmax()
+        ordinary = narrowest.item() >= 0 and widest.item() < math.inf
+        if not ordinary:
+            _check_range(min_val, max_val)
     low, high = min_val.clamp(max=0.0), max_val.clamp(min=0.0)
     levels = float(scheme.quant_max - scheme.quant_min)
     if scheme.symmetric:

@@ -24,8 +24,8 @@ from qlightning.callbacks.ranks import RangeSync, check_strategy, is_spawned, sy
 from qlightning.callbacks.reestimation import reestimate_batchnorm
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
-from qlightning.fake_quantize import FakeQuantize, set_fake_quant, set_observers
-from qlightning.graph import captured_roots, is_prepared, unprepare
+from qlightning.fake_quantize import FakeQuantize, raise_nonfinite, set_fake_quant, set_observers
+from qlightning.graph import captured_roots, compile_graphs, is_prepared, uncompile_graphs, unprepare
 from qlightning.graph.bind import GRAPH_MODULES
 from qlightning.qconfig import Mode, Pattern, QConfig
 
@@ -65,6 +65,9 @@ class QuantizationAwareTraining(QuantizationCallback):
             accelerator it is refused, but with ``backend="reference"``.
         reestimate_bn: At fit end takes the BatchNorm statistics anew over so many training batches, with the final
             weights and ranges; 0: keeps those of the training.
+        compile: Runs the graphs of the nets by ``torch.compile``, from the second training batch to the end of fit.
+            They compile anew at each of the three points above, once. NaN and infinity are then found at the end of a
+            step, after the optimizer.
 
     Attributes:
         int8_model: The int8 net after fit; a dict by name where there are several.
@@ -91,6 +94,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         convert: bool | Literal["best", "last"] = True,
         validate_int8: bool | int = False,
         reestimate_bn: int = 0,
+        compile: bool = False,  # noqa: A002  torch's name
     ) -> None:
         super().__init__(qconfig, backend, modules, exclude)
         if not isinstance(convert, bool) and convert not in ("best", "last"):
@@ -99,6 +103,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             raise ConfigError(f"validate_int8={validate_int8!r}: True, False or a number of epochs is possible.")
         if not isinstance(reestimate_bn, int) or isinstance(reestimate_bn, bool) or reestimate_bn < 0:
             raise ConfigError(f"reestimate_bn={reestimate_bn!r}: a number of training batches is possible; 0: none.")
+        if not isinstance(compile, bool):
+            raise ConfigError(f"compile={compile!r}: True or False is possible.")
         self.schedule = Schedule(
             SchedulePoint.parse(fake_quant_start, "fake_quant_start"),
             SchedulePoint.parse(freeze_observers, "freeze_observers"),
@@ -107,6 +113,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         self.convert = convert
         self.validate_int8 = validate_int8
         self.reestimate_bn = reestimate_bn
+        self.compile = compile
         self._int8_validation = Int8Validation()
         self._frozen_statistics = FrozenStatistics()
         self._phase: Phase | None = None
@@ -185,12 +192,15 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the stage; after the first batch checks that the prepared nets are those that ran."""
+        raise_nonfinite(module for module in self._switched if isinstance(module, FakeQuantize))
         if self._ranges is not None:
             self._ranges.after_batch()
         if not self._is_running:
             if not self._has_run():
                 raise CalibrationError(unobserved_message(pl_module, self.prepared))
             self._is_running = True
+            if self.compile:  # now that every flag and shape has settled
+                compile_graphs(self.prepared.values())
         if self._phase is not None and not trainer.barebones:
             # batch_size only keeps Lightning from searching the batch for it; a step's value is not averaged.
             pl_module.log(
@@ -236,6 +246,7 @@ class QuantizationAwareTraining(QuantizationCallback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Converts nothing. What fails before or in the first batch leaves the LightningModule in float, as it was."""
         super().on_exception(trainer, pl_module, exception)
+        uncompile_graphs(self.prepared.values())
         self._int8_validation.stop()
         if self._ranges is not None:
             self._ranges.release()
@@ -258,6 +269,7 @@ class QuantizationAwareTraining(QuantizationCallback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Puts the int8 nets in place. The strategy has moved the model to the CPU by now, checkpoints are written."""
         self._thaw_bn()
+        uncompile_graphs(self.prepared.values())
         if self._ranges is not None:
             self._ranges.relink()
         if not self._has_run():

@@ -107,8 +107,9 @@ def _check_not_compiled(pl_module: nn.Module, targets: Mapping[str, nn.Module]) 
         compiled.append(type(pl_module).__name__)
     if compiled:
         raise ConfigError(
-            f"{', '.join(compiled)} was compiled with torch.compile before it was quantized. Pass it uncompiled: "
-            "quantization changes what it computes, so it comes first."
+            f"{', '.join(compiled)} was compiled with torch.compile before it was quantized, which changes what it "
+            "computes. Pass it uncompiled to QuantizationAwareTraining(compile=True), or compile it in place, by "
+            "net.compile() after qlightning.prepare(net)."
         )
 
 

@@ -2,16 +2,18 @@
 
 from qlightning.graph.bind import replace_forward, restore_forward
 from qlightning.graph.convert import convert, convert_standalone
-from qlightning.graph.preparation import captured_roots, is_prepared
+from qlightning.graph.preparation import captured_roots, compile_graphs, is_prepared, uncompile_graphs
 from qlightning.graph.prepare import prepare, unprepare
 
 __all__ = [
     "captured_roots",
+    "compile_graphs",
     "convert",
     "convert_standalone",
     "is_prepared",
     "prepare",
     "replace_forward",
     "restore_forward",
+    "uncompile_graphs",
     "unprepare",
 ]

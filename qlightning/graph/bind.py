@@ -8,18 +8,24 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from qlightning.errors import CaptureError, QuantizationError
 from qlightning.graph.failure import TraceError
 from qlightning.graph.reads import Read, matcher
-from qlightning.graph.signature import CallSpec, describe_call, signature_of
+from qlightning.graph.signature import LEAF, CallSpec, describe_call, signature_of
 
 GRAPH_MODULES = "graph_fake_quant"
+COMPILED = "_compiled_call_impl"
+"""The attribute by which ``nn.Module.compile()`` puts a compiled forward before a module's own."""
+
 _MAX_VARIANTS = 64
 _MAX_STATES = 8
+_numbers = count()
 
 
 class Program:
@@ -36,7 +42,8 @@ class Program:
         self.fits = matcher(reads)
         code = graph.python_code("self")
         namespace = dict(code.globals)
-        exec(compile(code.src, "<qlightning graph>", "exec"), namespace)
+        # torch.compile keeps what it has compiled, and which sizes vary, by code object and by name and place of code.
+        exec(compile(code.src, f"<qlightning graph {next(_numbers)}>", "exec"), namespace)
         self.run: Callable[..., Any] = namespace["forward"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
@@ -62,6 +69,18 @@ class Captured:
         self._plain: dict[tuple[int, bool], list[Program]] = {}
         self._numeric: set[CallSpec] = set()
         self._changes = False
+        self._compiled: dict[Program, Callable[..., Any]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}  # copies are not compiled
+
+    def compile(self) -> None:
+        """Runs the graphs by torch.compile from now on, each compiled when it is next called."""
+        self._compiled = {}
+
+    def uncompile(self) -> None:
+        """Runs the graphs as they are again."""
+        self._compiled = None
 
     def follow(self, other: Captured) -> None:
         """Tells calls apart as the graphs of another module do."""
@@ -70,6 +89,9 @@ class Captured:
     def add(self, spec: CallSpec, training: bool, program: Program) -> None:
         """Keeps the program for a way of calling."""
         self.programs.setdefault((spec, training), []).append(program)
+        positional, keywords = spec.key
+        if not keywords and all(value == LEAF for value in positional):
+            self._plain[len(positional), training] = self.programs[spec, training]
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph for these arguments, and traces it first where there is none.
@@ -82,7 +104,7 @@ class Captured:
         if plain and (known := self._plain.get((len(args), training))) is not None:
             for program in known:
                 if program.fits(module):
-                    return program.run(module, *args)
+                    return self._function(program)(module, *args)
         spec, leaves = describe_call(self.signature, args, kwargs)
         if spec in self._numeric:
             spec, leaves = describe_call(self.signature, args, kwargs, freeze_numbers=True)
@@ -100,7 +122,14 @@ class Captured:
                 raise _untraceable(self.original, again) from again
         if plain:
             self._plain[len(args), training] = self.programs[spec, training]
-        return program.run(module, *leaves)
+        return self._function(program)(module, *leaves)
+
+    def _function(self, program: Program) -> Callable[..., Any]:
+        if torch.compiler.is_compiling() or self._compiled is None:
+            return program.run
+        if program not in self._compiled:
+            self._compiled[program] = torch.compile(program.run)
+        return self._compiled[program]
 
     def program(self, module: nn.Module, spec: CallSpec) -> Program:
         """The program for a way of calling, in the mode and state that the module is in; traced where there is none.
@@ -204,6 +233,7 @@ def bind(module: nn.Module, captured: Captured, marker: type[BoundModule] = Boun
         return self.__dict__["_captured"].run(self, args, kwargs)
 
     original = captured.original
+    forward.__code__ = forward.__code__.replace()  # its own, as torch.compile limits the variants of a code object
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
     forward.__doc__ = original.forward.__doc__
     listing = next((mixin for kind, mixin in _LISTINGS if issubclass(original, kind)), None)
@@ -228,11 +258,13 @@ def unbind(module: nn.Module) -> None:
 class _Delegating:
     """Marks a module whose forward runs another module."""
 
+    _waiting: dict[str, Any]
+
 
 def replace_forward(module: nn.Module, other: nn.Module) -> None:
     """Lets ``module(...)`` run ``other(...)``, by a change of class; all else of the module stays as it is.
 
-    ``other`` is no submodule of it afterwards.
+    ``other`` is no submodule of it afterwards. What ``module.compile()`` has put before its forward waits meanwhile.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +272,13 @@ def replace_forward(module: nn.Module, other: nn.Module) -> None:
 
     original = type(module)
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
-    body = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    compiled = {name: vars(module).pop(name) for name in (COMPILED,) if name in vars(module)}
+    body = {
+        "forward": forward,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "_waiting": compiled,
+    }
     module.__class__ = types.new_class(
         original.__name__, (_Delegating, original), {}, lambda namespace: namespace.update(body)
     )
@@ -249,6 +287,7 @@ def replace_forward(module: nn.Module, other: nn.Module) -> None:
 def restore_forward(module: nn.Module) -> None:
     """Undoes :func:`replace_forward`; does nothing to a module that has its own forward."""
     if isinstance(module, _Delegating):
+        vars(module).update(type(module)._waiting)
         module.__class__ = type(module).__mro__[2]  # itself, _Delegating, the original
 
 

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from qlightning.backends import Backend, resolve_backend
 from qlightning.backends.qdq import has_attribute
 from qlightning.errors import BackendError, CalibrationError, CaptureError, ConfigError
-from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
+from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, raise_nonfinite
 from qlightning.graph import state
-from qlightning.graph.bind import GRAPH_MODULES, BoundModule, Captured, Program, bind
+from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, Captured, Program, bind
 from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import CONV_TYPES, Preparation, PreparedModule, is_prepared
 from qlightning.graph.qdq import GraphConversion
@@ -48,6 +48,7 @@ def convert(prepared: nn.Module, *, backend: str | Backend | None = None) -> nn.
     Raises:
         ConfigError: The model is not prepared.
         CalibrationError: No grid was observed: it has seen no training or calibration batch.
+        NonFiniteError: A batch with NaN or infinity has passed a compiled graph, which could not raise it.
         BackendError: The backend cannot run here, or this CPU would saturate on the ranges that the model has.
     """
     return _convert(prepared, backend, keep_class=True)
@@ -88,6 +89,7 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
 
 def _check_observed(prepared: nn.Module) -> None:
     grids = [(n, m) for n, m in prepared.named_modules() if isinstance(m, FakeQuantize)]
+    raise_nonfinite(m for _, m in grids)
     activations = [(n, m) for n, m in grids if not isinstance(m, WeightFakeQuantize)]
     missing = [m.name or n for n, m in activations if not m.observed]
     if not activations or len(missing) == len(activations):
@@ -129,7 +131,16 @@ def _shell(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """A module of a class with the plain attributes, parameters and buffers of another, and no submodules yet."""
     shell = cls.__new__(cls)
     nn.Module.__init__(shell)
-    skipped = {"_parameters", "_buffers", "_modules", "_captured", "_preparation", "_float_class", "following_bn"}
+    skipped = {
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_captured",
+        "_preparation",
+        "_float_class",
+        "following_bn",
+        COMPILED,
+    }
     if cls is _Standalone:  # the attributes and hooks belong to the class: a LightningModule's hold its Trainer
         skipped.update(module.__dict__)
     shell.__dict__.update(

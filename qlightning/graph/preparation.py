@@ -61,6 +61,20 @@ def captured_roots(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in module.named_modules() if isinstance(m, BoundModule)]  # type: ignore[misc]
 
 
+def compile_graphs(modules: Iterable[nn.Module]) -> None:
+    """Lets the graphs at and below modules run by torch.compile, in place; each compiles when it is next called."""
+    for module in modules:
+        for _, root in captured_roots(module):
+            root.__dict__["_captured"].compile()
+
+
+def uncompile_graphs(modules: Iterable[nn.Module]) -> None:
+    """Lets the graphs at and below modules run as they are again."""
+    for module in modules:
+        for _, root in captured_roots(module):
+            root.__dict__["_captured"].uncompile()
+
+
 def float_reasons(
     model: nn.Module, resolver: Resolver, called: set[str], roots: Iterable[CapturedRoot]
 ) -> dict[str, str]:

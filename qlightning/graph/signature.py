@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CONSTANTS = (type(None), bool, str, bytes, enum.Enum, torch.dtype, torch.device, torch.memory_format)
-_LEAF, _VALUE = "*", "?"  # tensors, and all else that the graph takes as inputs
+LEAF, _VALUE = "*", "?"  # tensors, and all else that the graph takes as inputs
 
 
 class CallSpec:
@@ -80,7 +80,7 @@ def describe_call(
         leaves.append(value)
         names.append(_unique(re.sub(r"\W", "_", name), names))
         if isinstance(value, Tensor):
-            return _LEAF
+            return LEAF
         values.add(names[-1])
         return _VALUE
 
@@ -107,8 +107,8 @@ def describe_call(
 
 
 def _spell(spec: Any) -> str:
-    if spec in (_LEAF, _VALUE):
-        return _LEAF
+    if spec in (LEAF, _VALUE):
+        return LEAF
     kind, cls, content = spec
     if kind == "constant":
         return repr(content)
@@ -127,7 +127,7 @@ def _unique(name: str, taken: list[str]) -> str:
 
 
 def _rebuild(spec: Any, leaves: Any) -> Any:
-    if spec in (_LEAF, _VALUE):
+    if spec in (LEAF, _VALUE):
         return next(leaves)
     kind, cls, content = spec
     if kind == "constant":

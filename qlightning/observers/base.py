@@ -27,6 +27,9 @@ class Observer(nn.Module):
     model is cast to. A state that begins 0-d may grow on the first batch (one value for each channel): a fresh observer
     loads it all the same, and buffers are resized in place, so that DDP goes on with the same tensors.
 
+    In a graph of torch.compile no value is looked at: a batch with NaN or infinity leaves the state as it is, and
+    `raise_nonfinite` raises the error, when it is called.
+
     Args:
         scheme: The grid the tensor will be quantized to. With an axis, the statistic is taken for each slice along it.
         nonfinite: At NaN and infinity ``"raise"`` an error before anything is changed, or ``"skip"`` these elements.
@@ -69,6 +72,9 @@ class Observer(nn.Module):
         self._defaults: dict[str, Tensor] = {}
         self._reductions: dict[str, Reduction] = {}
         self._extremes: tuple[Tensor, Tensor] | None = None
+        # No buffer: averages of a model and DDP go through all buffers, and have nothing to do with it.
+        self._met_nonfinite = torch.zeros((), dtype=torch.bool)
+        self._in_graph = False
 
     def add_state(self, name: str, default: Tensor, reduction: Reduction) -> None:
         """Declares a buffer of the statistic.
@@ -165,13 +171,12 @@ class Observer(nn.Module):
         if x.numel() == 0:
             return x
         seen = x.detach()
+        if torch.compiler.is_compiling() and self._observe_in_graph(seen):
+            return x
         low, high = _extremes(seen, self.scheme.axis)
         if not all_finite(low, high):
             if self.nonfinite == "raise":
-                raise NonFiniteError(
-                    f"{type(self).__name__} got NaN or infinity in a tensor of shape {tuple(x.shape)} ({x.dtype}). "
-                    "Look for the layer that made it, or build the observer with nonfinite='skip'."
-                )
+                raise self._nonfinite_error(f"a tensor of shape {tuple(x.shape)} ({x.dtype})")
             seen, low, high = _without_nonfinite(seen, self.scheme.axis)
             if not (low <= high).any():
                 return x
@@ -189,6 +194,16 @@ class Observer(nn.Module):
         """
         return self._extremes if self._extremes is not None else _extremes(x, self.scheme.axis)
 
+    def raise_nonfinite(self) -> None:
+        """Raises the error that a graph of torch.compile could not raise, once.
+
+        Raises:
+            NonFiniteError: A tensor had NaN or infinite elements since the last call.
+        """
+        if self._in_graph and self._met_nonfinite.item():
+            self._met_nonfinite.zero_()
+            raise self._nonfinite_error("a compiled graph")
+
     def extra_repr(self) -> str:
         return f"{self.scheme}{', nonfinite=skip' if self.nonfinite == 'skip' else ''}"
 
@@ -199,6 +214,38 @@ class Observer(nn.Module):
             self.update(x.float())
         finally:
             self._extremes = None
+
+    def _observe_in_graph(self, x: Tensor) -> bool:
+        """Observes without a branch on any value: the state stays as it is, or follows, by `torch.where`.
+
+        Attributes are only written here: those that are read are guarded, and a change would compile anew.
+
+        Returns:
+            False: Not possible, as elements that are left out change the shape.
+        """
+        if self.nonfinite == "raise":
+            low, high = _extremes(x, self.scheme.axis)
+            fine = (low.isfinite() & high.isfinite()).all()
+            self._met_nonfinite.logical_or_(~fine)
+            self._in_graph = True
+        elif self.scheme.axis is None and type(self)._record is Observer._record:
+            return False
+        else:
+            x, low, high = _replaced_nonfinite(x, self.scheme.axis)
+            fine = (low <= high).any()
+        self.seen_dtype = x.dtype
+        before = [(self._state(name).clone(), name) for name in self._defaults]
+        self._record(torch.where(fine, x, 0), torch.where(fine, low, 0), torch.where(fine, high, 0))
+        for old, name in before:
+            state = self._state(name)
+            state.copy_(torch.where(fine, state, old))
+        return True
+
+    def _nonfinite_error(self, where: str) -> NonFiniteError:
+        return NonFiniteError(
+            f"{type(self).__name__} got NaN or infinity in {where}. "
+            "Look for the layer that made it, or build the observer with nonfinite='skip'."
+        )
 
     def _state(self, name: str) -> Tensor:
         state = getattr(self, name)
@@ -212,6 +259,7 @@ class Observer(nn.Module):
             moved = fn(state)
             return moved if moved.dtype == state.dtype else state.to(moved.device)
 
+        self._met_nonfinite = fn(self._met_nonfinite)
         return super()._apply(keep_dtype, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -261,20 +309,29 @@ def all_finite(low: Tensor, high: Tensor) -> bool:
 def _without_nonfinite(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a batch whose NaN and infinities are left out, and its extremes.
 
-    Per tensor the finite elements remain, in one dimension. Per channel the shape is kept and the others become their
-    channel's minimum (zero where a channel has no finite element), which moves no extreme.
+    Per tensor the finite elements remain, in one dimension; per channel they are replaced.
+    """
+    if axis is not None:
+        return _replaced_nonfinite(x, axis)
+    rest = x[x.isfinite()]
+    if rest.numel() == 0:
+        nothing = torch.full((), torch.inf, device=x.device)
+        return rest, nothing, -nothing
+    return rest, *_extremes(rest, None)
+
+
+def _replaced_nonfinite(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a batch of the same shape, and its extremes.
+
+    NaN and infinities become the minimum of their channel, or of the tensor (zero where no element is finite), which
+    moves no extreme.
     """
     finite = x.isfinite()
-    if axis is None:
-        rest = x[finite]
-        if rest.numel() == 0:
-            nothing = torch.full((), torch.inf, device=x.device)
-            return rest, nothing, -nothing
-        return rest, *_extremes(rest, None)
     low, _ = _extremes(torch.where(finite, x, torch.inf), axis)
     _, high = _extremes(torch.where(finite, x, -torch.inf), axis)
     shape = [1] * x.ndim
-    shape[axis] = -1
+    if axis is not None:
+        shape[axis] = -1
     return torch.where(finite, x.float(), low.where(low <= high, 0.0).reshape(shape)), low, high
 
 
