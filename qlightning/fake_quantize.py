@@ -125,13 +125,21 @@ class FakeQuantize(nn.Module):
             self.scale = scale.to(self.scale.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.observed and prefix[:-1] in (metadata := getattr(destination, "_metadata", {})):
+            metadata[prefix[:-1]]["ndims"] = sorted(self.seen_ndims)  # no tensor, so no key that others would miss
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
         for name in ("scale", "zero_point"):
             saved, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(saved, Tensor) and saved.shape != own.shape:
                 setattr(self, name, own.new_zeros(saved.shape))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         self.observed = bool((self.scale > 0).all())
+        self.seen_ndims = set(local_metadata.get("ndims", self.seen_ndims if self.observed else ()))
 
     def extra_repr(self) -> str:
         """The scheme, for ``print(model)``."""

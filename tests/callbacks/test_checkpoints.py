@@ -147,6 +147,33 @@ def test_ptq_with_a_checkpoint_calibrates_its_weights(pl, tmp_path):
     assert torch.equal(outputs[1], outputs[2])
 
 
+class LinearBN(torch.nn.Sequential):
+    """A BatchNorm that folds into its linear layer where inputs have two dimensions, and only there."""
+
+    def __init__(self):
+        nn = torch.nn
+        super().__init__(
+            nn.AvgPool2d(8), nn.Flatten(), nn.Linear(3, 3), nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        )
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_checkpoint_says_what_batches_looked_like(tmp_path, again):
+    pl, callback = pytorch_lightning, QuantizationAwareTraining()
+    saver = pl.callbacks.ModelCheckpoint(tmp_path)
+    model, fresh = task(pl, LinearBN()), task(pl, LinearBN())
+    trainer(pl, tmp_path, [callback, saver], enable_checkpointing=True).fit(model, loader(64))
+    path = saver.best_model_path
+    if again:  # what was loaded is saved with it
+        run = trainer(pl, tmp_path, QuantizationAwareTraining(convert=False))
+        run.validate(task(pl, LinearBN()), loader(), ckpt_path=path, verbose=False)
+        run.save_checkpoint(path := tmp_path / "again.ckpt")
+    trainer(pl, tmp_path, QuantizationAwareTraining()).test(fresh, loader(), ckpt_path=path, verbose=False)
+    x = samples(4, seed=7)[0]
+    assert torch.equal(fresh(x), callback.int8_model(x))
+    assert isinstance(fresh.net[4], torch.nn.Identity)  # folded
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_fresh_model_is_tested_in_int8_with_the_checkpoint_of_a_training(pl, tmp_path, own):  # C03
     model, callback, _, saver = checkpointed_fit(pl, tmp_path)
