@@ -54,7 +54,7 @@ class FakeQuantize(nn.Module):
 
     @property
     def seen_ndims(self) -> set[int]:
-        """The numbers of dimensions of the tensors observed in this process."""
+        """The numbers of dimensions of the tensors observed. Saved, in the metadata of the state dict."""
         return self._seen_ndims | {ndim for ndim in range(_MAX_NDIM) if getattr(self, f"_seen_{ndim}d", False)}
 
     @seen_ndims.setter

@@ -12,7 +12,7 @@ from torch import nn
 
 from qlightning.backends import Backend, resolve_backend
 from qlightning.callbacks.base import Callback
-from qlightning.callbacks.placement import place_int8, prepared_in_place
+from qlightning.callbacks.placement import int8_modules, place_int8, prepared_in_place
 from qlightning.callbacks.preparation import Preparation, adopt_targets, cancel_after_configure_model, prepare_targets
 from qlightning.callbacks.ranks import show_forward
 from qlightning.callbacks.targets import find_targets, localize
@@ -52,7 +52,8 @@ class QuantizationCallback(Callback):
         self.modules = None if modules is None else _patterns(modules, "modules")
         if self.modules is not None and (not self.modules or not all(isinstance(name, str) for name in self.modules)):
             raise ConfigError(f"modules={modules!r}: names of modules below the LightningModule are needed, or None.")
-        self.int8_modules: dict[str, nn.Module] = {}
+        self._int8_modules: dict[str, nn.Module] = {}
+        self._converted: nn.Module | None = None
         self.report: Report | None = None
         self._preparation = Preparation()
 
@@ -60,6 +61,16 @@ class QuantizationCallback(Callback):
     def prepared(self) -> dict[str, nn.Module]:
         """The prepared modules by name."""
         return dict(self._preparation.modules)
+
+    @property
+    def int8_modules(self) -> dict[str, nn.Module]:
+        """The int8 modules by name: those that stand in the LightningModule, where a checkpoint was loaded since."""
+        placed = {} if self._converted is None else int8_modules(self._converted)
+        return {name: placed.get(name, module) for name, module in self._int8_modules.items()}
+
+    @int8_modules.setter
+    def int8_modules(self, modules: dict[str, nn.Module]) -> None:
+        self._int8_modules = modules
 
     @property
     def int8_model(self) -> nn.Module | dict[str, nn.Module] | None:
@@ -99,6 +110,15 @@ class QuantizationCallback(Callback):
         """Leaves nothing waiting on the LightningModule."""
         cancel_after_configure_model(pl_module)
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leaves int8 modules in eval mode.
+
+        After an evaluation Lightning gives all modules the mode back that those of the same names had before it, which
+        is that of the float ones where it has begun with these.
+        """
+        for module in int8_modules(pl_module).values():
+            module.eval()
+
     def _prepare(self, pl_module: nn.Module) -> None:
         show_forward(pl_module)
         self._preparation = Preparation()
@@ -128,10 +148,12 @@ class QuantizationCallback(Callback):
     def _convert(self, pl_module: nn.Module) -> None:
         show_forward(pl_module)
         self.int8_modules = place_int8(pl_module, self.prepared, self.backend)
+        self._converted = pl_module
         self.report = self._report(self.int8_modules)
 
     def _undo(self, pl_module: nn.Module) -> None:
         self.int8_modules = self._preparation.undo(pl_module, self.backend)
+        self._converted = pl_module
         self.report = self._report(self.int8_modules) if self.int8_modules else None
 
     def _report(self, modules: dict[str, nn.Module]) -> Report:

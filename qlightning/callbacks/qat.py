@@ -18,7 +18,7 @@ from qlightning.callbacks.callback import QuantizationCallback, has_run, unobser
 from qlightning.callbacks.int8_validation import Int8Validation
 from qlightning.callbacks.loading import ensure
 from qlightning.callbacks.placement import int8_modules
-from qlightning.callbacks.preparation import after_configure_model, builds_nets_late
+from qlightning.callbacks.preparation import after_configure_model, builds_nets_late, cancel_after_configure_model
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
 from qlightning.callbacks.ranks import RangeSync, check_strategy, is_spawned, sync_buffers
 from qlightning.callbacks.reestimation import reestimate_batchnorm
@@ -118,6 +118,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         self._frozen_statistics = FrozenStatistics()
         self._phase: Phase | None = None
         self._is_running = False
+        self._is_set_up = False
         self._roots: list[Any] = []
         self._sizes: list[int] = []
         self._beyond: list[str] = []
@@ -144,6 +145,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         check_finite(self.schedule, trainer)
         self._phase, self._is_running, self._frozen_bn, self._roots = None, False, [], []
         self._ranges = None
+        self._is_set_up = True
         self._frozen_statistics.release()
         if self.validate_int8:
             self._check_device(trainer)
@@ -168,6 +170,7 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Checks the schedule against the training, whose length is known now."""
+        self._is_set_up = False  # a training now
         lengths = lengths_of(trainer)
         self._beyond = []
         self.schedule.check_order(lengths)
@@ -247,6 +250,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         """Converts nothing. What fails before or in the first batch leaves the LightningModule in float, as it was."""
         super().on_exception(trainer, pl_module, exception)
         uncompile_graphs(self.prepared.values())
+        self._is_set_up = False
         self._int8_validation.stop()
         if self._ranges is not None:
             self._ranges.release()
@@ -260,6 +264,16 @@ class QuantizationAwareTraining(QuantizationCallback):
         never_trained = self._phase is None
         if never_trained or (isinstance(exception, QuantizationError) and not self._is_running):
             self._undo(pl_module)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Undoes a preparation for a fit that never trained: a Tuner ends it before, with neither end nor exception."""
+        if stage == "fit" and self._is_set_up:
+            self._is_set_up = False
+            cancel_after_configure_model(pl_module)
+            if self._ranges is not None:
+                self._ranges.release()
+            self._undo(pl_module)
+        super().teardown(trainer, pl_module, stage)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ranks that ended apart come together, while they still can."""

@@ -284,3 +284,23 @@ def test_the_progress_bar_shows_the_calibration(pl, tmp_path, capsys):
     callback = PostTrainingQuantization(calibration_data=loader())
     trainer(pl, tmp_path, callback).validate(trained(pl), loader(), verbose=False)
     assert "Calibrating" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["validate", "test", "predict"])
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_int8_stays_in_eval_mode_whatever_mode_the_float_net_was_in(pl, tmp_path, how, trained_before):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(), nn.Linear(144, 3))
+    model = task(pl, net).train()
+    run = trainer(pl, tmp_path, callback := PostTrainingQuantization(calibration_data=loader()))
+    if trained_before:
+        saver = pl.callbacks.ModelCheckpoint(tmp_path)
+        fitter = trainer(pl, tmp_path, [QuantizationAwareTraining(), saver], enable_checkpointing=True)
+        fitter.fit(task(pl, net), loader())
+        run = trainer(pl, tmp_path, callback := QuantizationAwareTraining())
+    model.predict_step = lambda batch, batch_idx: model(batch[0])
+    options = {} if how == "predict" else {"verbose": False}
+    getattr(run, how)(model, loader(), ckpt_path=saver.best_model_path if trained_before else None, **options)
+    assert model.net is callback.int8_model
+    assert not any(module.training for module in model.net.modules())
+    x = samples(4)[0]
+    assert torch.equal(model(x), model(x))
