@@ -37,13 +37,26 @@ def lengths_of(trainer: Any) -> dict[Unit, float]:
     steps = trainer.max_steps if trainer.max_steps is not None and trainer.max_steps > 0 else math.inf
     batches = trainer.num_training_batches
     if 0 < batches < math.inf and trainer.lightning_module.automatic_optimization:
-        steps_per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
-        steps, epochs = min(steps, epochs * steps_per_epoch), min(epochs, steps / steps_per_epoch)
+        steps, epochs = _both(steps, epochs, batches, trainer)
     if epochs < math.inf:
         lengths["epoch"] = epochs
     if steps < math.inf:
         lengths["step"] = steps
     return lengths
+
+
+def _both(steps: float, epochs: float, batches: float, trainer: Any) -> tuple[float, float]:
+    """Optimizer steps and epochs of a training that ends with either, however many batches go into a step."""
+    schedulers = [c for c in trainer.callbacks if callable(getattr(c, "get_accumulate_grad_batches", None))]
+    if not schedulers or steps == epochs == math.inf:
+        steps_per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
+        return min(steps, epochs * steps_per_epoch), min(epochs, steps / steps_per_epoch)
+    done, epoch = 0.0, 0.0
+    while done < steps and epoch < epochs:
+        steps_per_epoch = math.ceil(batches / schedulers[-1].get_accumulate_grad_batches(int(epoch)))
+        count = min(steps_per_epoch, steps - done)
+        done, epoch = done + count, epoch + count / steps_per_epoch
+    return done, epoch
 
 
 def check_finite(schedule: Schedule, trainer: Any) -> None:

@@ -14,6 +14,7 @@ from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps
 from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
 from qlightning.callbacks.placement import int8_modules, restore_prepared
 from qlightning.callbacks.preparation import builds_nets_late
+from qlightning.callbacks.pruning import let_prune
 from qlightning.callbacks.ranks import check_strategy, is_spawned
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.graph import unprepare
@@ -106,6 +107,7 @@ class PostTrainingQuantization(QuantizationCallback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Quantizes what was trained. The strategy has moved the model to the CPU by now, checkpoints are written."""
         self._quantize(trainer, pl_module)
+        let_prune(trainer)
 
     def _is_placed(self, pl_module: nn.Module) -> bool:
         placed = int8_modules(pl_module)

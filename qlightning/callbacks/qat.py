@@ -20,6 +20,7 @@ from qlightning.callbacks.loading import ensure
 from qlightning.callbacks.placement import int8_modules
 from qlightning.callbacks.preparation import after_configure_model, builds_nets_late, cancel_after_configure_model
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
+from qlightning.callbacks.pruning import let_prune
 from qlightning.callbacks.ranks import RangeSync, check_strategy, is_spawned, sync_buffers
 from qlightning.callbacks.reestimation import reestimate_batchnorm
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
@@ -313,6 +314,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             self._hand_back()
         elif self.convert:
             self._convert(pl_module)
+            let_prune(trainer)
 
     def prepare_for_checkpoint(self, pl_module: nn.Module) -> None:
         """Prepares a float LightningModule for a checkpoint of the prepared form that does not say how."""

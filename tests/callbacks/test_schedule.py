@@ -2,6 +2,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
 from qlightning.callbacks.schedule import Phase, Progress, Schedule, SchedulePoint
@@ -85,7 +86,7 @@ def test_fake_quantization_that_never_starts_is_an_error():
         schedule(start=None)
 
 
-def trainer(*, epochs, steps=-1, batches=8, done=0, global_step=0, accumulate=1):
+def trainer(*, epochs, steps=-1, batches=8, done=0, global_step=0, accumulate=1, callbacks=()):
     loop = SimpleNamespace(
         epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(completed=done)))
     )
@@ -97,6 +98,7 @@ def trainer(*, epochs, steps=-1, batches=8, done=0, global_step=0, accumulate=1)
         global_step=global_step,
         current_epoch=done // batches if batches != math.inf else 1,
         accumulate_grad_batches=accumulate,
+        callbacks=callbacks,
         lightning_module=SimpleNamespace(automatic_optimization=True),
     )
 
@@ -113,6 +115,11 @@ def test_lengths_count_optimizer_steps():
     assert lengths_of(trainer(epochs=2, accumulate=3)) == {"fraction": 1.0, "epoch": 2, "step": 6}
     assert lengths_of(trainer(epochs=-1, steps=16)) == {"fraction": 1.0, "epoch": 2, "step": 16}
     assert lengths_of(trainer(epochs=-1)) == {"fraction": 1.0}
+    schedulers = [GradientAccumulationScheduler({0: 4, 2: 1})]
+    assert lengths_of(trainer(epochs=3, callbacks=schedulers)) == {"fraction": 1.0, "epoch": 3, "step": 2 + 2 + 8}
+    assert lengths_of(trainer(epochs=3, steps=8, callbacks=schedulers)) == {"fraction": 1.0, "epoch": 2.5, "step": 8}
+    assert lengths_of(trainer(epochs=-1, steps=8, callbacks=schedulers)) == {"fraction": 1.0, "epoch": 2.5, "step": 8}
+    assert lengths_of(trainer(epochs=-1, callbacks=schedulers)) == {"fraction": 1.0}
 
 
 def test_a_fraction_of_an_endless_training_is_an_error():
