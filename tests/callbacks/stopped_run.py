@@ -1,7 +1,7 @@
 """What test_stopped_runs.py runs in processes of its own.
 
 ``python stopped_run.py stop DIRECTORY WAY@STEP...`` trains once for each argument, in a child that stops that way
-(kill, term or raise) in the middle of that step; ``python stopped_run.py resume DIRECTORY WAY@STEP...`` goes on from the last
+(kill, term or raise) in the middle of that step; with ``resume`` in the place of ``stop`` it goes on from the last
 checkpoint of each, and leaves where it ended in ``DIRECTORY/WAY@STEP/end.pt``.
 """
 
