@@ -11,10 +11,10 @@ from torch import nn
 
 from qlightning.backends import Backend
 from qlightning.callbacks.base import overrides
-from qlightning.callbacks.placement import place_int8, restore_prepared
+from qlightning.callbacks.placement import int8_modules, place_int8, restore_prepared
 from qlightning.callbacks.rebuild import check_same
-from qlightning.callbacks.targets import find_targets, localize
-from qlightning.graph import facts, is_prepared, prepare, unprepare
+from qlightning.callbacks.targets import OWN_FORWARD, find_targets, localize
+from qlightning.graph import facts, is_prepared, prepare, restore_forward, unprepare
 from qlightning.qconfig import Mode, QConfig
 
 # What each prepared module was prepared with, so that another callback can tell whether it can go on with it.
@@ -69,6 +69,9 @@ def prepare_targets(
             is in float again, what was in int8 in int8.
     """
     preparation = Preparation(restore_prepared(pl_module, modules))
+    if OWN_FORWARD not in int8_modules(pl_module):
+        for module in pl_module.modules():
+            restore_forward(module)  # of a copy that was made while validation ran on int8 forwards
     preparation.was_int8 = list(preparation.modules)
     try:
         targets = find_targets(pl_module, modules)
@@ -95,7 +98,7 @@ def prepare_targets(
 def adopt_targets(
     pl_module: nn.Module, qconfig: QConfig, backend: Backend, modules: Iterable[str] | None, mode: Mode
 ) -> Preparation:
-    """Finds the prepared modules of a LightningModule.
+    """Finds the prepared modules of a LightningModule that do not stand in int8 already.
 
     Args:
         pl_module: Left as it is.
@@ -107,13 +110,18 @@ def adopt_targets(
     Raises:
         ConfigError: One of them is prepared in another way; lists the differences.
     """
-    prepared = {name: m for name, m in pl_module.named_modules() if facts.of(m) is not None}
-    if modules is not None:
-        prepared = {name: m for name, m in prepared.items() if name in set(modules)}
+    prepared = prepared_targets(pl_module, modules)
     for name, local in localize(qconfig, pl_module, prepared).items():
         saved, own = facts.of(prepared[name]), facts.collect(backend.adapt(local), backend.name, mode)
         check_same(saved or own, own, name or type(pl_module).__name__)
     return Preparation(prepared)
+
+
+def prepared_targets(pl_module: nn.Module, modules: Iterable[str] | None) -> dict[str, nn.Module]:
+    """The prepared modules of a LightningModule, by name, but those that stand in int8; of the names given, or all."""
+    placed = int8_modules(pl_module)
+    found = {name: m for name, m in pl_module.named_modules() if facts.of(m) is not None and name not in placed}
+    return found if modules is None else {name: m for name, m in found.items() if name in set(modules)}
 
 
 def builds_nets_late(pl_module: nn.Module) -> bool:

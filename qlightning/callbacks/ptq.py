@@ -12,7 +12,7 @@ from torch import nn
 from qlightning.backends import Backend
 from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps, calibration_batches
 from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
-from qlightning.callbacks.placement import int8_modules, restore_prepared
+from qlightning.callbacks.placement import int8_modules, prepared_in_place, restore_prepared
 from qlightning.callbacks.preparation import builds_nets_late
 from qlightning.callbacks.pruning import let_prune
 from qlightning.callbacks.ranks import check_strategy, is_spawned
@@ -25,9 +25,9 @@ class PostTrainingQuantization(QuantizationCallback):
     """Puts calibrated int8 nets in the place of the float ones of a LightningModule, without training.
 
     With ``trainer.validate``, ``trainer.test`` or ``trainer.predict`` the nets are calibrated once the weights are
-    loaded, and the loop runs on int8; a further call goes on with the same int8 nets. With ``trainer.fit`` the training
-    is that of the float nets; at fit end these are calibrated on training batches and int8 nets take their places. A
-    further ``fit`` gets the float nets back.
+    loaded, and the loop runs on int8; a further call goes on with the same int8 nets, but calibrates those of another
+    callback anew. With ``trainer.fit`` the training is that of the float nets; at fit end these are calibrated on
+    training batches and int8 nets take their places. A further ``fit`` gets the float nets back.
 
     Batches go the way that they go in the stage that runs: through ``validation_step``, ``test_step`` or
     ``predict_step``, in eval mode, without a trace in metrics or logs.
@@ -91,7 +91,8 @@ class PostTrainingQuantization(QuantizationCallback):
         else:
             self._check_device(trainer)
         if not self._is_placed(pl_module) and not builds_nets_late(pl_module):
-            self.check(pl_module)
+            with prepared_in_place(pl_module):  # where others have placed int8 modules
+                self.check(pl_module)
 
     # The weights of a `ckpt_path` are there, and the model is where it will run, when a loop starts.
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -110,8 +111,9 @@ class PostTrainingQuantization(QuantizationCallback):
         let_prune(trainer)
 
     def _is_placed(self, pl_module: nn.Module) -> bool:
-        placed = int8_modules(pl_module)
-        return bool(placed) and all(name in placed for name in self.modules or ())
+        """Whether int8 modules of this callback stand in the LightningModule, and not those of others."""
+        placed, own = int8_modules(pl_module), self.int8_modules
+        return bool(placed) and all(name in placed and own.get(name) is placed[name] for name in self.modules or placed)
 
     def _quantize(self, trainer: Any, pl_module: nn.Module) -> None:
         if self._is_placed(pl_module):
@@ -119,6 +121,8 @@ class PostTrainingQuantization(QuantizationCallback):
         # Lightning evaluates in inference mode, whose tensors could never be trained again.
         with torch.inference_mode(False), torch.no_grad():
             batches = calibration_batches(trainer, pl_module, self.calibration_data)
+            for module in restore_prepared(pl_module, self.modules).values():
+                unprepare(module)  # what others have quantized: with their ranges, and maybe otherwise than asked for
             self._prepare(pl_module)
             try:
                 seen = calibrate_with_steps(

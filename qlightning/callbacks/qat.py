@@ -18,7 +18,12 @@ from qlightning.callbacks.callback import QuantizationCallback, has_run, unobser
 from qlightning.callbacks.int8_validation import Int8Validation
 from qlightning.callbacks.loading import ensure
 from qlightning.callbacks.placement import int8_modules
-from qlightning.callbacks.preparation import after_configure_model, builds_nets_late, cancel_after_configure_model
+from qlightning.callbacks.preparation import (
+    after_configure_model,
+    builds_nets_late,
+    cancel_after_configure_model,
+    prepared_targets,
+)
 from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
 from qlightning.callbacks.pruning import let_prune
 from qlightning.callbacks.ranks import RangeSync, check_strategy, is_spawned, sync_buffers
@@ -218,7 +223,7 @@ class QuantizationAwareTraining(QuantizationCallback):
 
         if trainer.state.fn == "fit":
             return
-        if self.convert and not int8_modules(pl_module) and is_prepared(pl_module):
+        if self.convert and prepared_targets(pl_module, self.modules):
             self._check_device(trainer)
             self._adopt(pl_module)
             self._convert(pl_module)

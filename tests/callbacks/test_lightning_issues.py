@@ -34,6 +34,9 @@ def two_images(pl):
             x, y = batch
             return nn.functional.cross_entropy(self(image=x, other=-x), y)
 
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", self.training_step(batch, batch_idx))
+
         def predict_step(self, batch, batch_idx):
             return self(other=-batch[0], image=batch[0])
 

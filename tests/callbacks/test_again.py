@@ -1,0 +1,156 @@
+"""Again and again: fit, test, fit; copies at any point; nothing of ours left on a LightningModule."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from qlightning import PostTrainingQuantization, QConfig, QScheme, QuantizationAwareTraining, convert
+from qlightning.graph import is_prepared
+from tests.callbacks.nets import Net, assert_same_state, loader, samples, state_of, task, trainer
+
+
+def test_a_lightning_module_has_no_attributes_of_ours(pl, tmp_path):
+    found = []
+    for callbacks in ([], [QuantizationAwareTraining()], [PostTrainingQuantization(calibration_data=loader())]):
+        model = task(pl)
+        run = trainer(pl, tmp_path, callbacks)
+        run.fit(model, loader(), loader())
+        run.test(model, loader(), verbose=False)
+        run.fit_loop.max_epochs = 3
+        run.fit(model, loader())
+        found.append((set(vars(model)), set(dir(model)), [name for name, _ in model.named_children()]))
+    plain = found[0]
+    for names, attributes, children in found[1:]:
+        assert names == plain[0]
+        assert attributes == plain[1]
+        assert children == plain[2] == ["net"]
+
+
+def test_fit_and_test_and_fit(pl, tmp_path):
+    """Training twice with a test in between is training twice."""
+    start, ends = state_of(task(pl)), []
+    for evaluated in (False, True):
+        torch.manual_seed(0)
+        model, callback = task(pl), QuantizationAwareTraining(freeze_bn=1)
+        model.load_state_dict(start)
+        for _ in range(2):
+            run = trainer(pl, tmp_path, callback)
+            run.fit(model, loader(), loader())
+            if evaluated:
+                run.validate(model, loader(scale=100.0), verbose=False)
+                run.test(model, loader(scale=100.0), verbose=False)
+        ends.append(state_of(callback.prepared["net"]))
+    assert_same_state(*ends)
+
+
+POINTS = ["before", "in training", "in validation", "after fit", "after test"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_copy_at_any_point_lives_on_its_own(pl, tmp_path, point):
+    copies = {}
+
+    class Copier(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            copies["in training"] = copy.deepcopy(pl_module)
+
+        def on_validation_batch_end(self, trainer, pl_module, *args, **kwargs):
+            copies["in validation"] = copy.deepcopy(pl_module)
+
+    model, callback = task(pl), QuantizationAwareTraining(validate_int8=True)
+    copies["before"] = copy.deepcopy(model)
+    run = trainer(pl, tmp_path, [callback, Copier()], max_epochs=1)
+    run.fit(model, loader(), loader())
+    copies["after fit"] = copy.deepcopy(model)
+    run.test(model, loader(), verbose=False)
+    copies["after test"] = copy.deepcopy(model)
+    twin, x = copies[point], samples(8)[0]
+    wanted, state = model(x), state_of(callback.prepared["net"])
+    if point.startswith("after"):
+        assert torch.equal(twin(x), wanted)
+    elif point == "in training":
+        assert is_prepared(twin.net)
+        assert torch.equal(convert(twin.net.eval())(x), wanted)
+    elif point == "in validation":
+        assert torch.equal(twin(x), wanted)  # the int8 forward that validation was running
+    if not point.startswith("after"):
+        # Trained, it does nothing to the one that it was copied from.
+        other = QuantizationAwareTraining()
+        trainer(pl, tmp_path, other, max_epochs=1).fit(twin.train(), loader(seed=1))
+        assert twin.net is other.int8_model
+        assert twin.net is not model.net
+    assert torch.equal(model(x), wanted)
+    assert_same_state(state_of(callback.prepared["net"]), state)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).mean((2, 3)))
+
+
+def test_two_callbacks_of_one_lightning_module_save_and_resume(pl, tmp_path):
+    def build():
+        model = task(pl, nn.Identity())
+        model.first, model.second = Two().first, Two().second
+        model.forward = lambda x: model.second(model.first(x).mean((2, 3)))
+        callbacks = [
+            QuantizationAwareTraining(modules=["first"], freeze_observers="3 steps"),
+            QuantizationAwareTraining(modules=["second"], freeze_observers=None, freeze_bn=None),
+        ]
+        return model, callbacks
+
+    model, callbacks = build()
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1)
+    run = trainer(pl, tmp_path, [*callbacks, saver], enable_checkpointing=True)
+    run.fit(model, loader(), loader())
+    x = samples(8)[0]
+    again, others = build()
+    path = next(tmp_path.glob("epoch=0*.ckpt"))
+    trainer(pl, tmp_path, others).fit(again, loader(), loader(), ckpt_path=path)
+    for one, two in zip(callbacks, others, strict=True):
+        (name,) = one.prepared
+        assert_same_state(state_of(two.prepared[name]), state_of(one.prepared[name]))
+    assert torch.equal(again(x), model(x))
+    last, others = build()
+    path = next(tmp_path.glob("epoch=1*.ckpt"))
+    trainer(pl, tmp_path, others).test(last, loader(), ckpt_path=path, verbose=False)
+    assert torch.equal(last(x), model(x))
+    assert last.first is others[0].int8_model
+    assert last.second is others[1].int8_model
+
+
+def test_calibration_then_training_then_calibration(pl, tmp_path):
+    model, x = task(pl), samples(8)[0]
+    names = {name for name, _ in model.named_parameters()}
+    float_net = model.net
+    for i in range(2):
+        ptq = PostTrainingQuantization(calibration_data=loader(seed=i))
+        trainer(pl, tmp_path, ptq).validate(model, loader(), verbose=False)
+        assert model.net is ptq.int8_model
+        calibrated = model(x)
+        qat = QuantizationAwareTraining()
+        trainer(pl, tmp_path, qat, max_epochs=1).fit(model.train(), loader())
+        assert qat.prepared["net"] is float_net
+        assert {f"net.{name}" for name, _ in float_net.named_parameters()} == names
+        assert model.net is qat.int8_model
+        assert not torch.equal(model(x), calibrated)
+    assert isinstance(float_net, Net)
+
+
+def test_another_callback_calibrates_anew_with_its_own_settings(pl, tmp_path):
+    model, x = task(pl).eval(), samples(8)[0]
+    outputs = {}
+    for bits in (8, 4, 8):
+        qconfig = QConfig(activation=QScheme(bits=bits, signed=False))
+        callback = PostTrainingQuantization(qconfig, calibration_data=loader())
+        trainer(pl, tmp_path, callback).test(model, loader(), verbose=False)
+        assert callback.report.layers
+        outputs.setdefault(bits, []).append(model(x))
+    assert torch.equal(*outputs[8])
+    assert not torch.equal(outputs[4][0], outputs[8][0])
