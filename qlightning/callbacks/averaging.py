@@ -56,7 +56,9 @@ class FrozenStatistics:
         self._frozen: dict[Any, tuple[Tensor | None, Tensor | None, Tensor | None]] = {}
 
     def hold(self, bn: Any) -> None:
-        """Remembers the statistics of a BatchNorm, which are to stay."""
+        """Remembers the statistics of a BatchNorm, which are to stay; those that it had when it was held first."""
+        if bn in self._frozen:
+            return
         tracked = bn.num_batches_tracked
         self._frozen[bn] = bn.running_mean, bn.running_var, None if tracked is None else tracked.clone()
 
@@ -67,7 +69,3 @@ class FrozenStatistics:
                 bn.running_mean, bn.running_var = mean, var
                 if bn.num_batches_tracked is not None and tracked is not None:
                     bn.num_batches_tracked.copy_(tracked)
-
-    def release(self) -> None:
-        """Forgets all."""
-        self._frozen.clear()

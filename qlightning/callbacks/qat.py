@@ -8,15 +8,15 @@ from typing import Any, Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from qlightning.backends import Backend
-from qlightning.callbacks.averaging import FrozenStatistics, averaging_callbacks, regrid, renew_copies
+from qlightning.callbacks.averaging import averaging_callbacks, regrid, renew_copies
 from qlightning.callbacks.best import check_monitored, load_best
 from qlightning.callbacks.calibration import calibration_batches
 from qlightning.callbacks.callback import QuantizationCallback, has_run, unobserved_message
 from qlightning.callbacks.int8_validation import Int8Validation
 from qlightning.callbacks.loading import ensure
+from qlightning.callbacks.phases import PhaseSwitch
 from qlightning.callbacks.placement import int8_modules
 from qlightning.callbacks.preparation import (
     after_configure_model,
@@ -30,12 +30,10 @@ from qlightning.callbacks.ranks import RangeSync, check_strategy, is_spawned, sy
 from qlightning.callbacks.reestimation import reestimate_batchnorm
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
-from qlightning.fake_quantize import FakeQuantize, raise_nonfinite, set_fake_quant, set_observers
-from qlightning.graph import captured_roots, compile_graphs, is_prepared, uncompile_graphs, unprepare
-from qlightning.graph.bind import GRAPH_MODULES
+from qlightning.fake_quantize import raise_nonfinite, set_fake_quant, set_observers
+from qlightning.graph import compile_graphs, is_prepared, uncompile_graphs, unprepare
 from qlightning.qconfig import Mode, Pattern, QConfig
 
-_SWITCHED = (FakeQuantize, _BatchNorm)
 Point = int | float | str | SchedulePoint | None
 
 
@@ -121,15 +119,11 @@ class QuantizationAwareTraining(QuantizationCallback):
         self.reestimate_bn = reestimate_bn
         self.compile = compile
         self._int8_validation = Int8Validation()
-        self._frozen_statistics = FrozenStatistics()
         self._phase: Phase | None = None
         self._is_running = False
         self._is_set_up = False
-        self._roots: list[Any] = []
-        self._sizes: list[int] = []
         self._beyond: list[str] = []
-        self._switched: list[nn.Module] = []
-        self._frozen_bn: list[nn.Module] = []
+        self._switch = PhaseSwitch(())
         self._ranges: RangeSync | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,10 +143,10 @@ class QuantizationAwareTraining(QuantizationCallback):
         if trainer.limit_train_batches == 0:
             raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
         check_finite(self.schedule, trainer)
-        self._phase, self._is_running, self._frozen_bn, self._roots = None, False, [], []
+        self._phase, self._is_running = None, False
         self._ranges = None
         self._is_set_up = True
-        self._frozen_statistics.release()
+        self._switch = PhaseSwitch(())
         if self.validate_int8:
             self._check_device(trainer)
         if self.convert == "best" and not trainer.fast_dev_run:
@@ -163,6 +157,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             self._warn_frozen()
             renew_copies(trainer, pl_module)
             self._ranges = RangeSync(trainer, pl_module, self.prepared)
+            self._switch = PhaseSwitch(self.prepared.values())
 
         if builds_nets_late(pl_module):
             after_configure_model(pl_module, prepare)
@@ -201,7 +196,7 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the stage; after the first batch checks that the prepared nets are those that ran."""
-        raise_nonfinite(module for module in self._switched if isinstance(module, FakeQuantize))
+        raise_nonfinite(self._switch.fake_quantizers)
         if self._ranges is not None:
             self._ranges.after_batch()
         if not self._is_running:
@@ -266,7 +261,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             # Not raised anew: Lightning is handling this one, and tears down what has to be torn down afterwards.
             batch = trainer.fit_loop.epoch_loop.batch_idx
             exception.args = (f"epoch {trainer.current_epoch}, training batch {batch}: {exception}",)
-        self._thaw_bn()
+        self._switch.thaw()
         never_trained = self._phase is None
         if never_trained or (isinstance(exception, QuantizationError) and not self._is_running):
             self._undo(pl_module)
@@ -288,7 +283,7 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Puts the int8 nets in place. The strategy has moved the model to the CPU by now, checkpoints are written."""
-        self._thaw_bn()
+        self._switch.thaw()
         uncompile_graphs(self.prepared.values())
         if self._ranges is not None:
             self._ranges.relink()
@@ -305,7 +300,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             set_fake_quant(module, True)
             set_observers(module, False)
         if averaging := averaging_callbacks(trainer):
-            self._frozen_statistics.put_back()
+            self._switch.statistics.put_back()
             swa = any(hasattr(callback, "swa_end") for callback in averaging)  # averages no buffers: weights alone
             for module in self.prepared.values():
                 regrid(module, weights=swa)
@@ -347,41 +342,11 @@ class QuantizationAwareTraining(QuantizationCallback):
             self.report = self._report(self.prepared)
 
     def _apply(self, phase: Phase, trainer: Any) -> None:
-        for module in self._modules_to_switch():
-            if isinstance(module, FakeQuantize):
-                # Training mode of its own: a net that its user keeps in eval mode has ranges too.
-                if not module.training:
-                    module.training = True
-                if module.observer_enabled is phase.observers_frozen:
-                    module.observer_enabled = not phase.observers_frozen
-                if module.fake_quant_enabled is not phase.fake_quant:
-                    module.fake_quant_enabled = phase.fake_quant
-            elif phase.bn_frozen and module.training:
-                module.training = False
-                self._frozen_bn.append(module)
-                self._frozen_statistics.hold(module)
-        if not phase.bn_frozen:
-            self._thaw_bn()
-        elif averaging_callbacks(trainer):
-            self._frozen_statistics.put_back()
+        self._switch.apply(phase)
+        if phase.bn_frozen and averaging_callbacks(trainer):
+            self._switch.statistics.put_back()
         if self._ranges is not None:
             self._ranges.follow(not phase.observers_frozen)
         if phase != self._phase and (self._phase is not None or phase.stage != 1):
             rank_zero_info(f"Quantization, epoch {trainer.current_epoch}, step {trainer.global_step}: {phase}.")
         self._phase = phase
-
-    def _modules_to_switch(self) -> list[nn.Module]:
-        """The fake-quantizers and BatchNorms; searched again only where a graph was added: this is for every batch."""
-        found = [len(root._modules.get(GRAPH_MODULES) or ()) for root in self._roots]
-        if not found or found != self._sizes:
-            modules = self.prepared.values()
-            self._roots = [root for module in modules for _, root in captured_roots(module)]
-            self._sizes = [len(root._modules.get(GRAPH_MODULES) or ()) for root in self._roots]
-            self._switched = [m for module in modules for m in module.modules() if isinstance(m, _SWITCHED)]
-        return self._switched
-
-    def _thaw_bn(self) -> None:
-        """Gives the BatchNorms that the schedule froze, and no others, their mode back."""
-        for bn in self._frozen_bn:
-            bn.training = True
-        self._frozen_bn = []

@@ -21,8 +21,15 @@ def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
     without its ranges, with a warning.
 
     Raises:
-        ConfigError: The module is prepared with other settings; lists the differences. Nothing is loaded.
+        ConfigError: The module is prepared with other settings (lists the differences), or the state dict is that of an
+            int8 model. Nothing is loaded.
     """
+    has_int8 = any(isinstance(m, QuantizedLayer) for m in module.modules())
+    if not has_int8 and (codes := [key for key in state_dict if key.startswith(prefix) and key.endswith(".codes")]):
+        raise ConfigError(
+            f"This state dict is that of an int8 model ({codes[0]}, ...), which holds no ranges of activations, so that "
+            f"{type(module).__name__} cannot be made from it. Load the checkpoint or the state dict of the prepared model."
+        )
     found = facts.read(state_dict, prefix)
     prepared = []
     try:
@@ -40,7 +47,7 @@ def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
         for target in prepared:
             unprepare(target)
         raise
-    if found or is_prepared(module) or any(isinstance(m, QuantizedLayer) for m in module.modules()):
+    if found or is_prepared(module) or has_int8:
         return
     if any(key.startswith(prefix) and is_prepared_key(key) for key in state_dict):
         callbacks = getattr(getattr(module, "_trainer", None), "callbacks", ())

@@ -328,3 +328,12 @@ def test_a_checkpoint_says_where_it_stands(pl, tmp_path):
         "freeze_bn": f"{FREEZE_BN} of the training",
     }
     assert facts["position"] == str(callback.schedule.at(Progress(1, 15, 15 / 16)))
+
+
+def test_the_state_dict_of_an_int8_model_is_refused_by_a_float_one(pl, tmp_path):  # C43
+    model, *_ = checkpointed_fit(pl, tmp_path)
+    fresh = task(pl)
+    before = state_of(fresh)
+    with pytest.raises(ConfigError, match="that of an int8 model"):
+        fresh.load_state_dict(model.state_dict())
+    assert_same_state(state_of(fresh), before)
