@@ -25,10 +25,11 @@ def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
             int8 model. Nothing is loaded.
     """
     has_int8 = any(isinstance(m, QuantizedLayer) for m in module.modules())
-    if not has_int8 and (codes := [key for key in state_dict if key.startswith(prefix) and key.endswith(".codes")]):
+    if not has_int8 and (layer := _int8_layer(state_dict, prefix)):
         raise ConfigError(
-            f"This state dict is that of an int8 model ({codes[0]}, ...), which holds no ranges of activations, so that "
-            f"{type(module).__name__} cannot be made from it. Load the checkpoint or the state dict of the prepared model."
+            f"This state dict is that of an int8 model (layer {layer}). It holds no ranges of activations, so that "
+            f"{type(module).__name__} cannot be made from it. Load the checkpoint or the state dict of the prepared "
+            "model."
         )
     found = facts.read(state_dict, prefix)
     prepared = []
@@ -69,6 +70,12 @@ def check_same(saved: facts.Facts, own: facts.Facts, name: str) -> None:
             f"{name} was quantized with other settings where this checkpoint was saved: {'; '.join(other)}. Use the "
             "same settings here."
         )
+
+
+def _int8_layer(state_dict: dict[str, Any], prefix: str) -> str | None:
+    """The name of an int8 layer in a state dict, if there is one."""
+    names = (key.removesuffix(".codes") for key in state_dict if key.startswith(prefix) and key.endswith(".codes"))
+    return next((name for name in names if {f"{name}.scale", f"{name}.zero_point"} <= state_dict.keys()), None)
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:
