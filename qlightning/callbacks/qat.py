@@ -283,6 +283,7 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Puts the int8 nets in place. The strategy has moved the model to the CPU by now, checkpoints are written."""
+        self._is_set_up = False  # also where the training was at its end before it began
         self._switch.thaw()
         uncompile_graphs(self.prepared.values())
         if self._ranges is not None:

@@ -15,6 +15,7 @@ from qlightning.callbacks.base import LIGHTNING_MODULES, overrides
 from qlightning.errors import ConfigError, closest
 from qlightning.graph.tracing import has_layers
 from qlightning.nn.qat import layer_type
+from qlightning.nn.quantized import QuantizedLayer
 from qlightning.qconfig import Pattern, QConfig, Resolver
 
 OWN_FORWARD = ""
@@ -40,6 +41,11 @@ def find_targets(pl_module: nn.Module, modules: Iterable[str] | None = None) -> 
             another one; nothing to quantize is found; a module is compiled already.
     """
     targets = dict(_search(pl_module)) if modules is None else dict(_named(pl_module, modules))
+    if not targets and any(isinstance(m, QuantizedLayer) for m in pl_module.modules()):
+        raise ConfigError(
+            f"{type(pl_module).__name__} is in int8, and the prepared nets that it was made from are not here: it is a "
+            "copy of an int8 model. Copy it before it is converted, or load a checkpoint into a new one."
+        )
     if not targets:
         raise ConfigError(
             f"{type(pl_module).__name__} holds no convolution or linear layer to quantize. Layers have to be there "

@@ -3,12 +3,15 @@
 import copy
 
 import pytest
+import pytorch_lightning
 import torch
 from torch import nn
 
 from qlightning import PostTrainingQuantization, QConfig, QScheme, QuantizationAwareTraining, convert
+from qlightning.errors import ConfigError
 from qlightning.graph import is_prepared
 from tests.callbacks.nets import Net, assert_same_state, loader, samples, state_of, task, trainer
+from tests.callbacks.test_qat import Direct
 
 
 def test_a_lightning_module_has_no_attributes_of_ours(pl, tmp_path):
@@ -154,3 +157,32 @@ def test_another_callback_calibrates_anew_with_its_own_settings(pl, tmp_path):
         outputs.setdefault(bits, []).append(model(x))
     assert torch.equal(*outputs[8])
     assert not torch.equal(outputs[4][0], outputs[8][0])
+
+
+@pytest.mark.parametrize("own_forward", [False, True])
+def test_a_fit_with_nothing_left_to_train_leaves_the_int8_model(tmp_path, own_forward):
+    pl = pytorch_lightning
+    model = Direct() if own_forward else task(pl)
+    callback = QuantizationAwareTraining()
+    run = trainer(pl, tmp_path, callback)
+    run.fit(model, loader(64))
+    x = torch.randn(4, 3, 8, 8)
+    before = model(x)
+    run.fit(model, loader(64))
+    assert torch.equal(model(x), before)
+    if not own_forward:
+        assert model.net is callback.int8_model
+    run.save_checkpoint(tmp_path / "again.ckpt")
+    fresh = Direct() if own_forward else task(pl)
+    trainer(pl, tmp_path, QuantizationAwareTraining()).test(fresh, loader(), ckpt_path=tmp_path / "again.ckpt")
+    assert torch.equal(fresh(x), before)
+    run.fit_loop.max_epochs = 3
+    run.fit(model, loader(64))
+    assert not torch.equal(model(x), before)
+
+
+def test_a_copy_of_an_int8_model_says_that_it_is_one(pl, tmp_path):
+    model = task(pl)
+    trainer(pl, tmp_path, QuantizationAwareTraining()).fit(model, loader())
+    with pytest.raises(ConfigError, match="a copy of an int8 model"):
+        trainer(pl, tmp_path, QuantizationAwareTraining()).fit(copy.deepcopy(model), loader())
