@@ -10,7 +10,7 @@ from torch import nn
 from qlightning.errors import ConfigError
 from qlightning.graph import facts, is_prepared, prepare, unprepare
 from qlightning.graph.state import is_prepared_key
-from qlightning.nn.quantized import QuantizedLayer
+from qlightning.nn.quantized import has_int8_layers
 
 
 def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -24,7 +24,7 @@ def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
         ConfigError: The module is prepared with other settings (lists the differences), or the state dict is that of an
             int8 model. Nothing is loaded.
     """
-    has_int8 = any(isinstance(m, QuantizedLayer) for m in module.modules())
+    has_int8 = has_int8_layers(module)
     if not has_int8 and (layer := _int8_layer(state_dict, prefix)):
         raise ConfigError(
             f"This state dict is that of an int8 model (layer {layer}). It holds no ranges of activations, so that "
@@ -36,7 +36,7 @@ def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
     try:
         for path, saved in found.items():
             target = _submodule(module, path)
-            if target is None or any(isinstance(m, QuantizedLayer) for m in target.modules()):
+            if target is None or has_int8_layers(target):
                 continue
             if (own := facts.of(target)) is not None:
                 check_same(saved, own, path or type(module).__name__)

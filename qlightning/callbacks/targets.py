@@ -15,7 +15,7 @@ from qlightning.callbacks.base import LIGHTNING_MODULES, overrides
 from qlightning.errors import ConfigError, closest
 from qlightning.graph.tracing import has_layers
 from qlightning.nn.qat import layer_type
-from qlightning.nn.quantized import QuantizedLayer
+from qlightning.nn.quantized import has_int8_layers
 from qlightning.qconfig import Pattern, QConfig, Resolver
 
 OWN_FORWARD = ""
@@ -41,7 +41,7 @@ def find_targets(pl_module: nn.Module, modules: Iterable[str] | None = None) -> 
             another one; nothing to quantize is found; a module is compiled already.
     """
     targets = dict(_search(pl_module)) if modules is None else dict(_named(pl_module, modules))
-    if not targets and any(isinstance(m, QuantizedLayer) for m in pl_module.modules()):
+    if not targets and has_int8_layers(pl_module):
         raise ConfigError(
             f"{type(pl_module).__name__} is in int8, and the prepared nets that it was made from are not here: it is a "
             "copy of an int8 model. Copy it before it is converted, or load a checkpoint into a new one."

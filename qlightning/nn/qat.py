@@ -111,7 +111,6 @@ def layer_type(module: nn.Module) -> type[nn.Module] | None:
         if cls in TWINS:
             same = isinstance(module, QATLayer) or (
                 type(module).forward is cls.forward
-                and "forward" not in vars(module)
                 and getattr(type(module), "_conv_forward", None) is getattr(cls, "_conv_forward", None)
             )
             return cls if same else None

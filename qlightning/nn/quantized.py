@@ -108,6 +108,11 @@ class QuantizedLayer(nn.Module):
         return f"{tuple(self.codes.shape)}, int8{f', {self.kernel}' if self.kernel else ''}"
 
 
+def has_int8_layers(module: nn.Module) -> bool:
+    """Whether a module is, or holds, an int8 layer."""
+    return any(isinstance(m, QuantizedLayer) for m in module.modules())
+
+
 def dequantized_weight(codes: Tensor, scale: Tensor, zero_point: Tensor, transposed_groups: int | None) -> Tensor:
     """The float weight of an int8 layer in the layout of the float layer, as the QDQ graph computes it."""
     ends = torch.iinfo(codes.dtype)
