@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qlightning.affine import calculate_qparams, fake_quantize
 from qlightning.errors import NonFiniteError
-from qlightning.functional import calculate_qparams, fake_quantize
 from qlightning.observers import Observer
 from qlightning.qscheme import QScheme
 

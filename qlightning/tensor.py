@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qlightning.functional import dequantize
+from qlightning.affine import dequantize
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ PACKAGE = Path(qlightning.__file__).parent
 LAYERS = (
     ("errors", "version"),
     ("qscheme",),
-    ("functional",),
+    ("affine",),
     ("tensor", "observers"),
     ("fake_quantize", "qconfig"),
     ("nn",),

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, quantize_model, report
+from qlightning.affine import sqnr
 from qlightning.backends import available
 from qlightning.errors import ConfigError, QuantizationError
-from qlightning.functional import sqnr
 from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
 
 BACKENDS = [name for name in ("onednn", "reference") if name in available()]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qlightning.affine import quantize
 from qlightning.fake_quantize import WeightFakeQuantize
-from qlightning.functional import quantize
 from qlightning.nn.qat import bn_factor
 from qlightning.nn.quantized import QuantizedLayer
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qlightning import functional
+from qlightning import affine
 from qlightning.errors import ConfigError, NonFiniteError
 from qlightning.qscheme import QScheme
 
@@ -155,7 +155,7 @@ class Observer(nn.Module):
             CalibrationError: Nothing was observed.
         """
         low, high = self.range()
-        return functional.calculate_qparams(low, high, self.scheme)
+        return affine.calculate_qparams(low, high, self.scheme)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:

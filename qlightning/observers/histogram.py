@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qlightning import functional
+from qlightning import affine
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.observers.base import Observer, in_memory_order
 from qlightning.qscheme import QScheme
@@ -146,7 +146,7 @@ def _first_bin(low: float, width: float) -> int:
 def _count(x: Tensor, width: float, first: int, bins: int) -> Tensor:
     """Returns the histogram of a tensor."""
     flat = in_memory_order(x)
-    size = functional.BLOCK_NUMEL if x.is_cpu else flat.numel()
+    size = affine.BLOCK_NUMEL if x.is_cpu else flat.numel()
     scaled = flat.new_empty(min(size, flat.numel()))
     index = torch.empty_like(scaled, dtype=torch.int32)
     counts = torch.zeros(bins, dtype=torch.int64, device=x.device)
@@ -184,7 +184,7 @@ class _GridError:
 
     def __call__(self, low: Tensor, high: Tensor) -> Tensor:
         """Returns the errors (float64) of the grids that candidate ranges (1-d) lead to."""
-        scale32, zero_point = functional.calculate_qparams(low.float(), high.float(), self.scheme)
+        scale32, zero_point = affine.calculate_qparams(low.float(), high.float(), self.scheme)
         scale = scale32.double() / self.width
         codes = torch.arange(self.scheme.quant_min, self.scheme.quant_max, dtype=torch.float64) + 0.5
         edges = ((codes - zero_point[:, None]) * scale[:, None] - self.first).clamp_(min=0)

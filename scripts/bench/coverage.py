@@ -24,8 +24,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import qlightning
+from qlightning.affine import sqnr
 from qlightning.fake_quantize import set_fake_quant
-from qlightning.functional import sqnr
 
 NETS = (
     "resnet18",

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qlightning import calibrate, convert, prepare, report, unprepare
+from qlightning.affine import sqnr
 from qlightning.backends import available
 from qlightning.errors import CaptureError, ConfigError
 from qlightning.fake_quantize import set_fake_quant, set_observers
-from qlightning.functional import sqnr
 from qlightning.graph import convert_standalone
 
 BACKENDS = [name for name in ("onednn", "reference") if name in available()]

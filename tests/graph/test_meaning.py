@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, report
+from qlightning.affine import sqnr
 from qlightning.backends import available
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
-from qlightning.functional import sqnr
 from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
 
 BACKENDS = [name for name in ("onednn", "reference") if name in available()]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare
+from qlightning.affine import sqnr
 from qlightning.backends import available
-from qlightning.functional import sqnr
 from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
 
 BACKENDS = [name for name in ("onednn", "reference") if name in available()]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from qlightning import QConfig, calibrate, convert, prepare, report
+from qlightning.affine import sqnr
 from qlightning.backends import available, resolve_backend
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
-from qlightning.functional import sqnr
 from qlightning.observers import MinMaxObserver
 from tests.graph.nets import CASES, Between, Case
 

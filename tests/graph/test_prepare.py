@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, report, unprepare
+from qlightning.affine import sqnr
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers, set_fake_quant, set_observers
-from qlightning.functional import sqnr
 from qlightning.nn.qat import QATLayer
 from tests.graph.nets import CASES, Case
 

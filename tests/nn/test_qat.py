@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme
+from qlightning.affine import quantize
 from qlightning.fake_quantize import swap_channels
-from qlightning.functional import quantize
 from qlightning.nn.qat import TWINS, bn_factor, layer_type, swap_in, swap_out
 
 LAYERS: list[tuple[nn.Module, tuple[int, ...]]] = [

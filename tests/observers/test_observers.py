@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qlightning.affine import calculate_qparams
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
-from qlightning.functional import calculate_qparams
 from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver, Observer
 from qlightning.qscheme import QScheme
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
-from qlightning.functional import (
+from qlightning.affine import (
     BLOCK_NUMEL,
     SCALE_MIN,
     calculate_qparams,
@@ -17,6 +16,7 @@ from qlightning.functional import (
     quantize,
     sqnr,
 )
+from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
 from qlightning.qscheme import QScheme
 
 SCHEMES = [
