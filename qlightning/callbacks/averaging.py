@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qlightning.errors import ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.nn.qat import QATLayer
 
@@ -15,6 +16,26 @@ _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 def averaging_callbacks(trainer: Any) -> list[Any]:
     """The callbacks of a Trainer that average weights: of either package, subclasses included."""
     return [c for c in trainer.callbacks if any(base.__name__ in _AVERAGING for base in type(c).__mro__)]
+
+
+def check_averaging(trainer: Any) -> None:
+    """Checks that at most one callback averages weights.
+
+    Raises:
+        ConfigError: Several do, so that what validation measures is not what the training ends with.
+    """
+    found = [type(callback).__name__ for callback in averaging_callbacks(trainer)]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{' and '.join(found)} each put an average of the weights in place, one over the other: what validation "
+            "measures would not be what is converted. Use one of them."
+        )
+
+
+def saves_averages(trainer: Any) -> str:
+    """The name of a callback that validates and saves averages in the place of the current weights (EMA), or ""."""
+    found = [c for c in averaging_callbacks(trainer) if any(b.__name__ == "WeightAveraging" for b in type(c).__mro__)]
+    return type(found[0]).__name__ if found else ""
 
 
 def renew_copies(trainer: Any, pl_module: nn.Module) -> None:

@@ -36,6 +36,19 @@ LIGHTNING_MODULES: tuple[type[nn.Module], ...] = _classes("LightningModule")
 LIGHTNING_DATAMODULES: tuple[type, ...] = _classes("LightningDataModule")
 
 
+class QuantizingCallback(Callback):
+    """What other parts ask of our callbacks when they meet them in a Trainer."""
+
+    def prepare_for_checkpoint(self, pl_module: nn.Module) -> None:
+        """Prepares a float LightningModule for a checkpoint of the prepared form that does not say how."""
+        raise NotImplementedError
+
+
+def quantizing_callbacks(trainer: Any) -> list[QuantizingCallback]:
+    """Our callbacks in a Trainer; None for a Trainer has none."""
+    return [c for c in getattr(trainer, "callbacks", ()) if isinstance(c, QuantizingCallback)]
+
+
 def overrides(instance: Any, method: str) -> bool:
     """Whether a LightningModule or LightningDataModule has its own version of a method, not Lightning's default."""
     own = getattr(type(instance), method, None)

@@ -8,19 +8,26 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from qlightning.callbacks.averaging import saves_averages
 from qlightning.errors import ConfigError
 
 
 def check_monitored(trainer: Any) -> None:
-    """Checks that a Trainer will know a best checkpoint.
+    """Checks that a Trainer will know a best checkpoint, and that this will hold the weights that were measured.
 
     Raises:
-        ConfigError: No ModelCheckpoint monitors anything.
+        ConfigError: No ModelCheckpoint monitors anything, or the one that does leaves the averaged weights (EMA) out.
     """
     if not _monitoring(trainer):
         raise ConfigError(
             "convert='best' needs a checkpoint that is best by something: give the Trainer a "
             "ModelCheckpoint(monitor=...), or use convert='last'."
+        )
+    averaging = saves_averages(trainer)
+    if averaging and _monitoring(trainer)[0].save_weights_only:
+        raise ConfigError(
+            f"convert='best': ModelCheckpoint(save_weights_only=True) saves the current weights, and not those that "
+            f"{averaging} averages and validation measures. Use save_weights_only=False."
         )
 
 

@@ -11,8 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from qlightning.backends import Backend, resolve_backend
-from qlightning.callbacks.base import Callback
-from qlightning.callbacks.placement import int8_modules, place_int8, prepared_in_place
+from qlightning.callbacks.base import QuantizingCallback
+from qlightning.callbacks.placement import int8_modules, place_int8
 from qlightning.callbacks.preparation import Preparation, adopt_targets, cancel_after_configure_model, prepare_targets
 from qlightning.callbacks.ranks import show_forward
 from qlightning.callbacks.targets import find_targets, localize
@@ -26,7 +26,7 @@ from qlightning.version import __version__
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 
 
-class QuantizationCallback(Callback):
+class QuantizationCallback(QuantizingCallback):
     """What :class:`QuantizationAwareTraining` and :class:`PostTrainingQuantization` share.
 
     Attributes:
@@ -97,14 +97,13 @@ class QuantizationCallback(Callback):
         }
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Saves the prepared form also where int8 modules are in place, and how it was prepared."""
-        if self.int8_modules:
-            with prepared_in_place(pl_module):
-                checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
-        elif self.prepared and not hasattr(checkpoint["state_dict"], "_metadata"):
-            # Others (averages of weights) have put a plain dict there.
+        """Saves how the nets were prepared also where others (averages of weights) have put a plain dict there."""
+        if self.prepared and not hasattr(checkpoint["state_dict"], "_metadata"):
             checkpoint["state_dict"] = OrderedDict(checkpoint["state_dict"])
             checkpoint["state_dict"]._metadata = pl_module.state_dict()._metadata
+
+    def prepare_for_checkpoint(self, pl_module: nn.Module) -> None:
+        self._prepare(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leaves nothing waiting on the LightningModule."""

@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from qlightning.callbacks.rebuild import meet
+from qlightning.callbacks.base import quantizing_callbacks
 from qlightning.callbacks.targets import OWN_FORWARD
-from qlightning.graph import convert, convert_standalone, replace_forward, restore_forward, unprepare
-from qlightning.graph.state import is_prepared_key
+from qlightning.errors import ConfigError
+from qlightning.graph import PLACE, convert, convert_standalone, delegate, replace_forward, restore_forward
 
 
-@dataclass
-class Placement:
-    """The int8 modules that stand in a LightningModule.
+class Place:
+    """Where an int8 module stands, and what for. Kept by the module that stands there.
 
-    Attributes:
-        int8: By target name; ``""`` where the LightningModule's own forward runs in int8.
-        prepared: What they were converted from, but the LightningModule itself.
-        backends: What to convert with again.
-        handles: Of the hooks that let a checkpoint meet the prepared modules.
-        loading: Whether a state dict is on its way into the prepared modules.
+    A copy of the LightningModule has places of its own, with a copy of the prepared module: it can be trained, saved
+    and loaded like the original. A copy of the int8 module alone has none.
+
+    Args:
+        name: Of the target.
+        owner: The LightningModule.
+        prepared: The prepared module; where the target is the LightningModule's own forward, the LightningModule.
+        backend: What it was converted with.
     """
 
-    int8: dict[str, nn.Module] = field(default_factory=dict)
-    prepared: dict[str, nn.Module] = field(default_factory=dict)
-    backends: dict[str, Any] = field(default_factory=dict)
-    handles: list[RemovableHandle] = field(default_factory=list)
-    loading: bool = False
+    def __init__(self, name: str, owner: nn.Module, prepared: nn.Module, backend: Any) -> None:
+        self.name, self.backend = name, backend
+        self._owner = ref(owner)
+        self._prepared = None if prepared is owner else prepared
 
+    @property
+    def prepared(self) -> nn.Module:
+        """The prepared module."""
+        prepared = self._prepared if self._prepared is not None else self._owner()
+        assert prepared is not None
+        return prepared
 
-# By LightningModule and not on it: it has no attributes but its own, and its copies and pickles hold nothing of ours.
-_placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
+    def is_in(self, pl_module: nn.Module) -> bool:
+        """Whether it belongs to a LightningModule."""
+        return self._owner() is pl_module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place | None:
+        owner = memo.get(id(self._owner()))
+        if owner is None:
+            return None
+        return Place(self.name, owner, copy.deepcopy(self.prepared, memo), self.backend)
+
+    def before_move(self) -> None:
+        """Stops a Trainer that would train an int8 module; it moves modules to its device before it trains them.
+
+        Raises:
+            ConfigError: The LightningModule is in a fit without a callback of ours, which would have made room.
+        """
+        trainer = getattr(self._owner(), "_trainer", None)
+        if trainer is None or trainer.state.fn != "fit" or trainer.state.status != "running":
+            return
+        if not quantizing_callbacks(trainer):
+            raise ConfigError(
+                f"{self.name or type(self._owner()).__name__} is in int8 and cannot be trained. Give the Trainer a "
+                "QuantizationAwareTraining, which goes on with the prepared net, or a PostTrainingQuantization, which "
+                "goes on with the float one."
+            )
 
 
 def int8_modules(pl_module: nn.Module) -> Mapping[str, nn.Module]:
     """The int8 modules that stand in the LightningModule, by target name."""
-    placement = _placements.get(pl_module)
-    return placement.int8 if placement is not None else {}
+    return {place.name: module for place, module in _standing(pl_module)}
 
 
 def place_int8(pl_module: nn.Module, prepared: Mapping[str, nn.Module], backend: Any) -> dict[str, nn.Module]:
     """Converts the prepared modules of a LightningModule and puts the int8 ones in their places.
-
-    From then on a state dict that is loaded into the LightningModule goes to the prepared modules and is converted.
 
     Args:
         pl_module: The LightningModule; changed in place.
@@ -64,20 +88,7 @@ def place_int8(pl_module: nn.Module, prepared: Mapping[str, nn.Module], backend:
         name: convert_standalone(module, backend) if name == OWN_FORWARD else convert(module, backend=backend)
         for name, module in prepared.items()
     }
-    placement = _placements.setdefault(pl_module, Placement())
-    if not placement.handles:
-        placement.handles = [
-            pl_module.register_load_state_dict_pre_hook(_before_load),
-            pl_module.register_load_state_dict_post_hook(_after_load),
-        ]
-    for name, module in int8.items():
-        placement.int8[name] = module.eval()
-        placement.backends[name] = backend
-        if name == OWN_FORWARD:
-            replace_forward(pl_module, module)
-        else:
-            placement.prepared[name] = prepared[name]
-            _exchange(pl_module, prepared[name], module)
+    put_int8(pl_module, [(Place(name, pl_module, prepared[name], backend), m.eval()) for name, m in int8.items()])
     return int8
 
 
@@ -91,48 +102,67 @@ def restore_prepared(pl_module: nn.Module, names: Iterable[str] | None = None) -
     Returns:
         The prepared modules by target name; empty where nothing was in int8.
     """
-    placement = _placements.get(pl_module, Placement())
-    chosen = Placement({name: m for name, m in placement.int8.items() if names is None or name in names})
-    chosen.prepared = {name: m for name, m in placement.prepared.items() if name in chosen.int8}
-    prepared = _put_back(pl_module, chosen)
-    for name in chosen.int8:
-        del placement.int8[name]
-        placement.prepared.pop(name, None)
-    if not placement.int8:
-        for handle in placement.handles:
-            handle.remove()
-        _placements.pop(pl_module, None)
-    return prepared
+    return {place.name: place.prepared for place, _ in take_int8(pl_module, names)}
 
 
 @contextmanager
 def prepared_in_place(pl_module: nn.Module) -> Iterator[None]:
-    """Within it the prepared modules stand where int8 ones did, so that a state dict has their form."""
-    placement = _placements.get(pl_module, Placement())
-    _put_back(pl_module, placement)
+    """Within it the prepared modules stand where int8 ones did."""
+    taken = take_int8(pl_module)
     try:
         yield
     finally:
-        _put_int8(pl_module, placement)
+        put_int8(pl_module, taken)
 
 
-def _put_back(pl_module: nn.Module, placement: Placement) -> dict[str, nn.Module]:
-    prepared = dict(placement.prepared)
-    for name, module in placement.int8.items():
-        if name == OWN_FORWARD:
+def take_int8(pl_module: nn.Module, names: Iterable[str] | None = None) -> list[tuple[Place, nn.Module]]:
+    """Takes the int8 modules of the names, or all, out of a LightningModule: the prepared ones are in place again.
+
+    Returns:
+        Each place and the int8 module that stood there, for :func:`put_int8`.
+    """
+    chosen = None if names is None else set(names)
+    taken = [(place, module) for place, module in _standing(pl_module) if chosen is None or place.name in chosen]
+    for place, module in taken:
+        if place.name == OWN_FORWARD:
+            del pl_module.__dict__[PLACE]
             restore_forward(pl_module)
-            prepared[name] = pl_module
         else:
-            _exchange(pl_module, module, prepared[name])
-    return prepared
+            _exchange(pl_module, module, place.prepared)
+    return taken
 
 
-def _put_int8(pl_module: nn.Module, placement: Placement) -> None:
-    for name, module in placement.int8.items():
-        if name == OWN_FORWARD:
+def put_int8(pl_module: nn.Module, int8: Iterable[tuple[Place, nn.Module]]) -> None:
+    """Puts int8 modules in the places of the prepared ones."""
+    for place, module in int8:
+        if place.name == OWN_FORWARD:
             replace_forward(pl_module, module)
+            pl_module.__dict__[PLACE] = place
         else:
-            _exchange(pl_module, placement.prepared[name], module)
+            module.__dict__[PLACE] = place
+            _exchange(pl_module, place.prepared, module)
+
+
+def write_prepared(pl_module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Gives the state dict of a LightningModule its prepared form, where int8 modules stand: a hook of that."""
+    int8 = {id(module): place for place, module in _standing(pl_module) if place.name != OWN_FORWARD}
+    names = pl_module.named_modules(remove_duplicate=False) if int8 else ()
+    for name, place in [(name, int8[id(module)]) for name, module in names if id(module) in int8]:
+        start = f"{prefix}{name}."
+        for entries in (state_dict, getattr(state_dict, "_metadata", {})):
+            for key in [key for key in entries if f"{key}.".startswith(start)]:
+                del entries[key]
+        place.prepared.state_dict(destination=state_dict, prefix=start)
+
+
+def _standing(pl_module: nn.Module) -> list[tuple[Place, nn.Module]]:
+    """The places in a LightningModule, and the int8 modules that stand there."""
+    found = [(module.__dict__.get(PLACE), module) for module in pl_module.modules()]
+    return [
+        (place, delegate(module) if place.name == OWN_FORWARD else module)
+        for place, module in found
+        if place is not None and place.is_in(pl_module)
+    ]
 
 
 def _exchange(pl_module: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -141,45 +171,3 @@ def _exchange(pl_module: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in list(parent._modules.items()):
             if child is old:
                 setattr(parent, name, new)
-
-
-# Hooks are plain functions: a copy of the LightningModule copies them, and finds no placement of its own.
-def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    placement = _placements.get(module)
-    if placement is None or _is_int8_state(placement, state_dict, prefix):
-        return
-    prepared = _put_back(module, placement)
-    if any(map(is_prepared_key, state_dict)):
-        try:
-            meet(module, state_dict, prefix)
-        except BaseException:
-            _put_int8(module, placement)
-            raise
-        placement.loading = True
-        return
-    # Ranges in place belong to other weights. The hooks go with the next placement: torch is iterating over them.
-    placement.int8.clear()
-    for target in prepared.values():
-        unprepare(target)
-    rank_zero_warn(
-        f"A state dict without quantization ranges was loaded into the int8 {type(module).__name__}: its float model is"
-        " back in place, with these weights."
-    )
-
-
-def _after_load(module: nn.Module, _: Any) -> None:
-    placement = _placements.get(module)
-    if placement is None or not placement.loading:
-        return
-    placement.loading = False
-    prepared = dict(placement.prepared, **({OWN_FORWARD: module} if OWN_FORWARD in placement.int8 else {}))
-    for name, target in prepared.items():
-        place_int8(module, {name: target}, placement.backends[name])
-
-
-def _is_int8_state(placement: Placement, state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a state dict comes from the LightningModule as it is now."""
-    names = [name for name in placement.int8 if name != OWN_FORWARD]
-    return bool(names) and all(
-        f"{prefix}{name}.{key}" in state_dict for name in names for key in placement.int8[name].state_dict()
-    )

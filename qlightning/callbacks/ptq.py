@@ -11,13 +11,13 @@ from torch import nn
 
 from qlightning.backends import Backend
 from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps, calibration_batches
-from qlightning.callbacks.callback import QuantizationCallback, unobserved_message
+from qlightning.callbacks.callback import QuantizationCallback, has_run, unobserved_message
 from qlightning.callbacks.placement import int8_modules, prepared_in_place, restore_prepared
-from qlightning.callbacks.preparation import builds_nets_late
+from qlightning.callbacks.preparation import builds_nets_late, prepared_targets
 from qlightning.callbacks.pruning import let_prune
 from qlightning.callbacks.ranks import check_strategy, is_spawned
 from qlightning.errors import CalibrationError, ConfigError
-from qlightning.graph import unprepare
+from qlightning.graph import facts, unprepare
 from qlightning.qconfig import Mode, Pattern, QConfig
 
 
@@ -26,7 +26,8 @@ class PostTrainingQuantization(QuantizationCallback):
 
     With ``trainer.validate``, ``trainer.test`` or ``trainer.predict`` the nets are calibrated once the weights are
     loaded, and the loop runs on int8; a further call goes on with the same int8 nets, but calibrates those of another
-    callback anew. With ``trainer.fit`` the training is that of the float nets; at fit end these are calibrated on
+    callback anew. A checkpoint with ranges is evaluated with these, and not calibrated: it has to have been saved with
+    the same settings. With ``trainer.fit`` the training is that of the float nets; at fit end these are calibrated on
     training batches and int8 nets take their places. A further ``fit`` gets the float nets back.
 
     Batches go the way that they go in the stage that runs: through ``validation_step``, ``test_step`` or
@@ -105,6 +106,11 @@ class PostTrainingQuantization(QuantizationCallback):
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         self._quantize(trainer, pl_module)
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The training is that of the float nets, also where a checkpoint has prepared them."""
+        for module in prepared_targets(pl_module, self.modules).values():
+            unprepare(module)
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Quantizes what was trained. The strategy has moved the model to the CPU by now, checkpoints are written."""
         self._quantize(trainer, pl_module)
@@ -120,24 +126,42 @@ class PostTrainingQuantization(QuantizationCallback):
             return
         # Lightning evaluates in inference mode, whose tensors could never be trained again.
         with torch.inference_mode(False), torch.no_grad():
-            batches = calibration_batches(trainer, pl_module, self.calibration_data)
-            for module in restore_prepared(pl_module, self.modules).values():
-                unprepare(module)  # what others have quantized: with their ranges, and maybe otherwise than asked for
-            self._prepare(pl_module)
-            try:
-                seen = calibrate_with_steps(
-                    trainer, pl_module, self.prepared, batches, self.calibration_batches, self.calibration_fn
-                )
-                if self.calibration_batches is not None and seen < self.calibration_batches:
-                    rank_zero_info(
-                        f"Calibrated on {seen} batches, all that there are ({self.calibration_batches} wanted)."
-                    )
-                if not self._has_run():
-                    raise CalibrationError(unobserved_message(pl_module, self.prepared))
-                if trainer.state.fn == "fit" and is_spawned(trainer):
-                    self._hand_back()
-                else:
-                    self._convert(pl_module)
-            except BaseException:
-                self._undo(pl_module)
-                raise
+            if trainer.state.fn != "fit" and self._is_calibrated(trainer, pl_module):
+                with prepared_in_place(pl_module):
+                    self._adopt(pl_module)
+                restore_prepared(pl_module, self.modules)
+                self._convert(pl_module)
+            else:
+                self._calibrate(trainer, pl_module)
+
+    def _is_calibrated(self, trainer: Any, pl_module: nn.Module) -> bool:
+        """Whether the nets have the ranges of a checkpoint, and not those of another callback."""
+        placed = int8_modules(pl_module)
+        with prepared_in_place(pl_module):
+            found = prepared_targets(pl_module, self.modules)
+        if not found or not all(has_run(module) for module in found.values()):
+            return False
+        if trainer.ckpt_path is not None:
+            return True
+        return all(name not in placed and (facts.of(m) or {}).get("mode") == self.mode for name, m in found.items())
+
+    def _calibrate(self, trainer: Any, pl_module: nn.Module) -> None:
+        batches = calibration_batches(trainer, pl_module, self.calibration_data)
+        for module in restore_prepared(pl_module, self.modules).values():
+            unprepare(module)  # what others have quantized: with their ranges, and maybe otherwise than asked for
+        self._prepare(pl_module)
+        try:
+            seen = calibrate_with_steps(
+                trainer, pl_module, self.prepared, batches, self.calibration_batches, self.calibration_fn
+            )
+            if self.calibration_batches is not None and seen < self.calibration_batches:
+                rank_zero_info(f"Calibrated on {seen} batches, all that there are ({self.calibration_batches} wanted).")
+            if not self._has_run():
+                raise CalibrationError(unobserved_message(pl_module, self.prepared))
+            if trainer.state.fn == "fit" and is_spawned(trainer):
+                self._hand_back()
+            else:
+                self._convert(pl_module)
+        except BaseException:
+            self._undo(pl_module)
+            raise

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 
 from qlightning.backends import Backend
-from qlightning.callbacks.averaging import averaging_callbacks, regrid, renew_copies
+from qlightning.callbacks.averaging import averaging_callbacks, check_averaging, regrid, renew_copies
 from qlightning.callbacks.best import check_monitored, load_best
 from qlightning.callbacks.calibration import calibration_batches
 from qlightning.callbacks.callback import QuantizationCallback, has_run, unobserved_message
@@ -140,6 +139,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             ensure(pl_module)  # a checkpoint is loaded after this hook
             return
         self._check_alone(trainer)
+        check_averaging(trainer)
         if trainer.limit_train_batches == 0:
             raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
         check_finite(self.schedule, trainer)
@@ -316,10 +316,6 @@ class QuantizationAwareTraining(QuantizationCallback):
         elif self.convert:
             self._convert(pl_module)
             let_prune(trainer)
-
-    def prepare_for_checkpoint(self, pl_module: nn.Module) -> None:
-        """Prepares a float LightningModule for a checkpoint of the prepared form that does not say how."""
-        self._prepare(pl_module)
 
     def _warn_frozen(self) -> None:
         """Says which nets are quantized though nothing in them is trained: teachers, losses that are nets."""

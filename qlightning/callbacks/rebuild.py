@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from qlightning.callbacks.base import quantizing_callbacks
 from qlightning.errors import ConfigError
 from qlightning.graph import facts, is_prepared, prepare, unprepare
 from qlightning.graph.state import is_prepared_key
@@ -51,10 +52,9 @@ def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
     if found or is_prepared(module) or has_int8:
         return
     if any(key.startswith(prefix) and is_prepared_key(key) for key in state_dict):
-        callbacks = getattr(getattr(module, "_trainer", None), "callbacks", ())
-        rebuild = next((c.prepare_for_checkpoint for c in callbacks if hasattr(c, "prepare_for_checkpoint")), None)
-        if rebuild is not None:
-            rebuild(module)
+        ours = quantizing_callbacks(getattr(module, "_trainer", None))
+        if ours:
+            ours[0].prepare_for_checkpoint(module)
         else:
             _drop(module, state_dict, prefix)
 

@@ -43,8 +43,8 @@ def find_targets(pl_module: nn.Module, modules: Iterable[str] | None = None) -> 
     targets = dict(_search(pl_module)) if modules is None else dict(_named(pl_module, modules))
     if not targets and has_int8_layers(pl_module):
         raise ConfigError(
-            f"{type(pl_module).__name__} is in int8, and the prepared nets that it was made from are not here: it is a "
-            "copy of an int8 model. Copy it before it is converted, or load a checkpoint into a new one."
+            f"{type(pl_module).__name__} holds int8 nets, and not the prepared or float ones that they were made from: "
+            "nothing is left to train or to calibrate. Give it the float net, or load a checkpoint into a new one."
         )
     if not targets:
         raise ConfigError(

@@ -23,6 +23,9 @@ GRAPH_MODULES = "graph_fake_quant"
 COMPILED = "_compiled_call_impl"
 """The attribute by which ``nn.Module.compile()`` puts a compiled forward before a module's own."""
 
+PLACE = "_place"
+"""The attribute by which a module knows what it stands for, with a ``before_move()``: called when devices change."""
+
 _MAX_VARIANTS = 64
 _MAX_STATES = 8
 _numbers = count()
@@ -206,6 +209,11 @@ class BoundModule:
         copied.__setstate__(self.__getstate__())  # type: ignore[attr-defined]
         return copied
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if (place := self.__dict__.get(PLACE)) is not None:
+            place.before_move()
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Its class is made at run time, so that no other process could find it.
 
@@ -258,6 +266,7 @@ def unbind(module: nn.Module) -> None:
 class _Delegating:
     """Marks a module whose forward runs another module."""
 
+    _other: nn.Module
     _waiting: dict[str, Any]
 
 
@@ -277,11 +286,18 @@ def replace_forward(module: nn.Module, other: nn.Module) -> None:
         "forward": forward,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
+        "_other": other,
         "_waiting": compiled,
     }
     module.__class__ = types.new_class(
         original.__name__, (_Delegating, original), {}, lambda namespace: namespace.update(body)
     )
+
+
+def delegate(module: nn.Module) -> nn.Module:
+    """The module whose forward a module runs, after :func:`replace_forward`."""
+    assert isinstance(module, _Delegating)
+    return type(module)._other
 
 
 def restore_forward(module: nn.Module) -> None:

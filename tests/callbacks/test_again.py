@@ -176,13 +176,82 @@ def test_a_fit_with_nothing_left_to_train_leaves_the_int8_model(tmp_path, own_fo
     fresh = Direct() if own_forward else task(pl)
     trainer(pl, tmp_path, QuantizationAwareTraining()).test(fresh, loader(), ckpt_path=tmp_path / "again.ckpt")
     assert torch.equal(fresh(x), before)
+    other, finished = Direct() if own_forward else task(pl), QuantizationAwareTraining()
+    trainer(pl, tmp_path, finished).fit(other, loader(64), ckpt_path=tmp_path / "again.ckpt")
+    assert torch.equal(other(x), before)
+    assert torch.equal(finished.int8_model(x), before)
+    assert finished.report.layers == callback.report.layers
     run.fit_loop.max_epochs = 3
     run.fit(model, loader(64))
     assert not torch.equal(model(x), before)
 
 
-def test_a_copy_of_an_int8_model_says_that_it_is_one(pl, tmp_path):
+@pytest.mark.parametrize("own_forward", [False, True])
+def test_a_copy_of_an_int8_model_is_trained_saved_and_loaded_like_the_original(pl, tmp_path, own_forward):
+    def build():
+        return Direct() if own_forward else task(pl)
+
+    pl = pytorch_lightning if own_forward else pl
+    model, callback = build(), QuantizationAwareTraining()
+    run = trainer(pl, tmp_path, callback, max_epochs=1)
+    run.fit(model, loader())
+    run.save_checkpoint(tmp_path / "first.ckpt")
+    x = samples(8)[0]
+    wanted, state = model(x), state_of(model)
+    copied = copy.deepcopy(model)
+    assert_same_state(state_of(copied), state)
+    trainer(pl, tmp_path, QuantizationAwareTraining(), max_epochs=2).fit(copied, loader(seed=1))
+    assert not torch.equal(copied(x), wanted)
+    assert torch.equal(model(x), wanted)
+    assert_same_state(state_of(model), state)
+    trainer(pl, tmp_path, []).test(copied, loader(), ckpt_path=tmp_path / "first.ckpt", verbose=False)
+    assert torch.equal(copied(x), wanted)
+    tester = trainer(pl, tmp_path, [])
+    tester.test(copy.deepcopy(copied), loader(), verbose=False)
+    tester.save_checkpoint(tmp_path / "again.ckpt", weights_only=True)
+    fresh = build()
+    trainer(pl, tmp_path, []).test(fresh, loader(), ckpt_path=tmp_path / "again.ckpt", verbose=False)
+    assert torch.equal(fresh(x), wanted)
+
+
+def test_a_copy_of_an_int8_net_alone_is_a_plain_int8_net(pl, tmp_path):
     model = task(pl)
-    trainer(pl, tmp_path, QuantizationAwareTraining()).fit(model, loader())
-    with pytest.raises(ConfigError, match="a copy of an int8 model"):
-        trainer(pl, tmp_path, QuantizationAwareTraining()).fit(copy.deepcopy(model), loader())
+    trainer(pl, tmp_path, QuantizationAwareTraining(), max_epochs=1).fit(model, loader())
+    net, x = copy.deepcopy(model.net), samples(8)[0]
+    other = task(pl, net)
+    assert torch.equal(other(x), model(x))
+    assert any("codes" in key for key in net.state_dict())
+    with pytest.raises(ConfigError, match="holds int8 nets"):
+        trainer(pl, tmp_path, QuantizationAwareTraining()).fit(other, loader())
+
+
+@pytest.mark.parametrize("own_forward", [False, True])
+@pytest.mark.parametrize("first", [QuantizationAwareTraining, PostTrainingQuantization])
+def test_a_fit_of_an_int8_model_without_a_callback_says_what_to_do(pl, tmp_path, own_forward, first):
+    pl = pytorch_lightning if own_forward else pl
+    model = Direct() if own_forward else task(pl)
+    model.head = nn.Linear(2, 2)  # what is float would be trained alone, without a word
+    modules = None if own_forward else ["net"]
+    trainer(pl, tmp_path, first(modules=modules), max_epochs=1).fit(model, loader())
+    x = samples(8)[0]
+    wanted, state = model(x), state_of(model)
+    with pytest.raises(ConfigError, match="is in int8 and cannot be trained"):
+        trainer(pl, tmp_path, [], max_epochs=1).fit(model, loader())
+    assert torch.equal(model(x), wanted)
+    assert_same_state(state_of(model), state)
+    model.to("cpu")
+    trainer(pl, tmp_path, []).test(model, loader(), verbose=False)
+    trainer(pl, tmp_path, first(modules=modules), max_epochs=1).fit(model.train(), loader())
+    assert not torch.equal(model(x), wanted) or first is PostTrainingQuantization
+
+
+def test_an_int8_net_may_stand_by_while_another_is_trained(pl, tmp_path):
+    model = task(pl, nn.Identity())
+    model.first, model.second = Two().first, Two().second
+    model.forward = lambda x: model.second(model.first(x).mean((2, 3)))
+    first = PostTrainingQuantization(modules=["first"], calibration_data=loader())
+    trainer(pl, tmp_path, first, max_epochs=1).fit(model, loader())
+    second = QuantizationAwareTraining(modules=["second"])
+    trainer(pl, tmp_path, second, max_epochs=1).fit(model, loader())
+    assert model.first is first.int8_model
+    assert model.second is second.int8_model

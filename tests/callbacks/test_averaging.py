@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from qlightning import QuantizationAwareTraining, convert
+from qlightning.errors import ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph import is_prepared
+from qlightning.nn.quantized import has_int8_layers
 from tests.callbacks.nets import Net, assert_same_state, loader, state_of, task, trainer
 
 
@@ -116,3 +118,18 @@ def test_a_copy_made_before_our_setup_has_the_prepared_form(pl, tmp_path):
     )
     assert isinstance(average._average_model.module.net, Net)
     assert is_prepared(average._average_model.module.net)
+
+
+def test_a_best_checkpoint_without_the_averages_is_refused(pl, tmp_path):
+    """Lightning asks no callback for a checkpoint of weights only, so that it holds the current ones."""
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=True)
+    with pytest.raises(ConfigError, match="save_weights_only=False"):
+        fit(pl, tmp_path, [pl.callbacks.EMAWeightAveraging(decay=0.5), saver], True, convert="best")
+    model, *_ = fit(pl, tmp_path, [pl.callbacks.StochasticWeightAveraging(0.01), saver], True, convert="best")
+    assert has_int8_layers(model)
+
+
+def test_two_averages_of_the_same_weights_are_refused(pl, tmp_path):
+    averages = [pl.callbacks.EMAWeightAveraging(decay=0.5), pl.callbacks.StochasticWeightAveraging(0.01)]
+    with pytest.raises(ConfigError, match="EMAWeightAveraging and StochasticWeightAveraging"):
+        fit(pl, tmp_path, averages, True)

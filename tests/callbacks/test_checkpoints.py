@@ -330,10 +330,58 @@ def test_a_checkpoint_says_where_it_stands(pl, tmp_path):
     assert facts["position"] == str(callback.schedule.at(Progress(1, 15, 15 / 16)))
 
 
-def test_the_state_dict_of_an_int8_model_is_refused_by_a_float_one(pl, tmp_path):  # C43
+@pytest.mark.parametrize("into", ["float", "prepared", "int8"])
+def test_the_state_dict_of_an_int8_net_is_refused_by_a_lightning_module(pl, tmp_path, into):  # C43
     model, *_ = checkpointed_fit(pl, tmp_path)
-    fresh = task(pl)
-    before = state_of(fresh)
+    state = {f"net.{name}": value for name, value in model.net.state_dict().items()}
+    other = task(pl)
+    if into != "float":
+        callback = QuantizationAwareTraining(convert=into == "int8")
+        trainer(pl, tmp_path, callback).fit(other, loader(seed=1), loader())
+    before, output = state_of(other), other.eval()(samples(4)[0])
     with pytest.raises(ConfigError, match="that of an int8 model"):
-        fresh.load_state_dict(model.state_dict())
-    assert_same_state(state_of(fresh), before)
+        other.load_state_dict(state)
+    assert_same_state(state_of(other), before)
+    assert torch.equal(other(samples(4)[0]), output)
+
+
+@pytest.mark.parametrize("where", ["fresh", "int8 by another callback", "load_from_checkpoint"])
+def test_ptq_evaluates_the_checkpoint_of_a_calibration_with_its_ranges(pl, tmp_path, where):
+    x, model = samples(8)[0], task(pl)
+    run = trainer(pl, tmp_path, PostTrainingQuantization(), max_epochs=1)
+    run.fit(model, loader())
+    run.save_checkpoint(tmp_path / "ptq.ckpt")
+    callback = PostTrainingQuantization(calibration_data=loader(scale=100.0))
+    tester, path = trainer(pl, tmp_path, callback), tmp_path / "ptq.ckpt"
+    other = task(pl)
+    if where.startswith("int8"):
+        earlier = PostTrainingQuantization(calibration_data=loader(scale=10.0))
+        trainer(pl, tmp_path, earlier).test(other, loader(), verbose=False)
+    elif where == "load_from_checkpoint":
+        other, path = type(other).load_from_checkpoint(path, weights_only=True), None
+    tester.test(other, loader(), ckpt_path=path, verbose=False)
+    assert torch.equal(other(x), model(x))
+    assert other.net is callback.int8_model
+    assert callback.report.layers
+    strange = PostTrainingQuantization(backend="reference", exclude=["fc"])
+    output = other(x)
+    with pytest.raises(ConfigError, match="'fc'"):
+        trainer(pl, tmp_path, strange).test(other, loader(), ckpt_path=tmp_path / "ptq.ckpt", verbose=False)
+    assert torch.equal(other(x), output)
+
+
+def test_ptq_trains_float_nets_from_the_checkpoint_of_a_calibration(pl, tmp_path):
+    model = task(pl)
+    run = trainer(pl, tmp_path, PostTrainingQuantization(), max_epochs=1)
+    run.fit(model, loader())
+    run.save_checkpoint(tmp_path / "ptq.ckpt")
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(is_prepared(pl_module.net))
+
+    other, callback = task(pl), PostTrainingQuantization()
+    trainer(pl, tmp_path, [callback, Watch()]).fit(other, loader(seed=1), ckpt_path=tmp_path / "ptq.ckpt")
+    assert seen == [False] * 4
+    assert other.net is callback.int8_model
