@@ -15,6 +15,7 @@ from qlightning.callbacks.calibration import calibration_batches
 from qlightning.callbacks.callback import QuantizationCallback, has_run, unobserved_message
 from qlightning.callbacks.int8_validation import Int8Validation
 from qlightning.callbacks.loading import ensure
+from qlightning.callbacks.order import stand_behind
 from qlightning.callbacks.phases import PhaseSwitch
 from qlightning.callbacks.placement import int8_modules
 from qlightning.callbacks.preparation import (
@@ -140,6 +141,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             return
         self._check_alone(trainer)
         check_averaging(trainer)
+        stand_behind(trainer, self)
         if trainer.limit_train_batches == 0:
             raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
         check_finite(self.schedule, trainer)

@@ -68,6 +68,8 @@ def test_a_checkpoint_of_the_average_is_tested_in_int8_and_resumed(pl, tmp_path,
     saver = pl.callbacks.ModelCheckpoint(tmp_path, save_last=True)
     _, callback, _ = fit(pl, tmp_path, [average, saver], first)
     x = torch.randn(4, 3, 8, 8)
+    rebuilt = type(task(pl)).load_from_checkpoint(saver.last_model_path, weights_only=True)
+    assert torch.equal(convert(rebuilt.net.eval())(x), callback.int8_model(x))
     fresh = task(pl)
     trainer(pl, tmp_path, QuantizationAwareTraining()).test(fresh, loader(), ckpt_path=saver.last_model_path)
     assert torch.equal(fresh(x), callback.int8_model(x))

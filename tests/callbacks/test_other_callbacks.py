@@ -107,6 +107,9 @@ def test_pruned_weights_are_zeros_in_int8(tmp_path, first):
             zeros, count = zeros + int(is_zero.sum()), count + is_zero.numel()
         assert zeros / count >= 0.74  # half of them, and half of what is left
         check_end(run, model, callback)
+    run.save_checkpoint(tmp_path / "pruned.ckpt")
+    rebuilt, x = Tunable.load_from_checkpoint(tmp_path / "pruned.ckpt", weights_only=True), samples(4)[0]
+    assert torch.equal(convert(rebuilt.net.eval())(x), model(x))
 
 
 @pytest.mark.parametrize("first", [False, True])
