@@ -25,10 +25,10 @@ demo: $(INSTALLED) ## Train a MobileNetV2 with quantization-aware training and e
 	$(BIN)/python scripts/train.py +recipe=mobilenet_qat
 
 test: $(INSTALLED) ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 test-all: $(INSTALLED) ## Run all tests, the slow ones too
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'slow or not slow'
 
 lint: $(INSTALLED) ## Check style and format
 	$(BIN)/ruff check .
