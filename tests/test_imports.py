@@ -16,6 +16,7 @@ LAYERS = (
     ("errors", "version"),
     ("qscheme",),
     ("affine",),
+    ("qparams",),
     ("tensor", "observers"),
     ("fake_quantize", "qconfig"),
     ("nn",),

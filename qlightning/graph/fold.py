@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from qlightning.affine import quantize
 from qlightning.fake_quantize import WeightFakeQuantize
 from qlightning.nn.qat import bn_factor
 from qlightning.nn.quantized import QuantizedLayer
+from qlightning.qscheme import QScheme
 
 
 def quantized_layer(
@@ -45,22 +47,24 @@ def quantized_layer(
     else:
         codes = quantize(w * _shaped(multiplier, w), fq.scale, fq.zero_point, fq.scheme)
     factor = torch.ones_like(scale) if bn is None else bn_factor(bn)
-    codes, scale, zero_point = _scaled(codes, scale, zero_point, factor if multiplier is None else factor / multiplier)
+    factors = factor if multiplier is None else factor / multiplier
+    codes, scale, zero_point = _scaled(codes, scale, zero_point, factors, fq.scheme)
     if bn is None:
         new_bias = None if bias is None else bias.detach().float().clone()
     else:
         gamma_is_zero = torch.zeros_like(factor, dtype=torch.bool) if bn.weight is None else bn.weight == 0
         if bool(gamma_is_zero.any()):
+            # All of the channel is zero, whatever its scale, which has to be above zero.
             codes[gamma_is_zero] = _shaped(zero_point[gamma_is_zero].to(codes.dtype), w)
+            scale[gamma_is_zero] = 1.0
         mean = bn.running_mean.float()
         start = -mean if bias is None else bias.detach().float() - mean
         new_bias = start * factor.masked_fill(gamma_is_zero, 0.0)
         if bn.bias is not None:
             new_bias = new_bias + bn.bias.detach().float()
     new_bias = None if new_bias is None else new_bias.cpu()
-    return QuantizedLayer(
-        codes.cpu(), scale.cpu(), zero_point.cpu(), new_bias, fq.transposed_groups, kind, str(fq.scheme)
-    )
+    scheme = replace(fq.scheme, axis=0)
+    return QuantizedLayer(codes.cpu(), scale.cpu(), zero_point.cpu(), new_bias, fq.transposed_groups, kind, scheme)
 
 
 def _shaped(channels: Tensor, weight: Tensor) -> Tensor:
@@ -68,16 +72,18 @@ def _shaped(channels: Tensor, weight: Tensor) -> Tensor:
     return channels.view(-1, *[1] * (weight.dim() - 1))
 
 
-def _scaled(codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _scaled(
+    codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor, scheme: QScheme
+) -> tuple[Tensor, Tensor, Tensor]:
     """A quantized weight times a factor a channel, exactly: codes, scale and zero point.
 
-    Of a negative factor the sign goes into the codes. Where a channel has one without an opposite (-128), or the codes
-    are unsigned, it stays in the scale.
+    The sign of a negative factor goes into the codes, and so that they stay on the grid: a symmetric signed one is its
+    own mirror image around zero, any other around its middle. It stays in the scale where a channel has the one code
+    of a symmetric grid that has no opposite (-128).
     """
-    ends = torch.iinfo(codes.dtype)
-    opposite = -codes.int()
-    has_room = ((opposite >= ends.min) & (opposite <= ends.max)).flatten(1).all(1)
-    has_room &= (-zero_point >= ends.min) & (-zero_point <= ends.max)
+    mirror = 0 if scheme.symmetric and scheme.signed else scheme.quant_min + scheme.quant_max
+    opposite = mirror - codes.int()
+    has_room = (opposite <= scheme.quant_max).flatten(1).all(1)
     flips = (factor < 0) & has_room
     codes = torch.where(_shaped(flips, codes), opposite.to(codes.dtype), codes)
-    return codes, scale * torch.where(flips, -factor, factor), torch.where(flips, -zero_point, zero_point)
+    return codes, scale * torch.where(flips, -factor, factor), torch.where(flips, mirror - zero_point, zero_point)

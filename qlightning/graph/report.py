@@ -108,7 +108,7 @@ def report(model: nn.Module) -> Report:
 
 def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport | None:
     if isinstance(module, QuantizedLayer):
-        return LayerReport(name, module.kind, True, scheme=module.scheme, kernel=module.kernel)
+        return LayerReport(name, module.kind, True, scheme=str(module.scheme), kernel=module.kernel)
     if isinstance(module, QATLayer):
         scheme = str(module.weight_fake_quant.scheme)
         kind = type(module).__name__
@@ -120,7 +120,7 @@ def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport 
     if isinstance(module, (nn.Linear, *CONV_TYPES)):
         alone = module._modules.get("layer")  # a layer that was captured on its own
         if isinstance(alone, QuantizedLayer):
-            return LayerReport(name, alone.kind, True, scheme=alone.scheme, kernel=alone.kernel)
+            return LayerReport(name, alone.kind, True, scheme=str(alone.scheme), kernel=alone.kernel)
         kind = (layer_type(module) or type(module)).__name__
         reason = preparation.reasons.get(name) or module.__dict__.get("_float_reason", "its input has no grid")
         return LayerReport(name, kind, False, reason=reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from qlightning.errors import CaptureError
 from qlightning.fake_quantize import swap_channels
+from qlightning.qscheme import QScheme
 from qlightning.tensor import QuantizedTensor
 
 
@@ -23,7 +25,7 @@ class QuantizedLayer(nn.Module):
         bias: float32 (out,), or None.
         transposed_groups: ``groups`` of a transposed convolution; None for all other layers.
         kind: The type of the float layer.
-        scheme: The grid of the weight, in words.
+        scheme: The grid of the weight before BatchNorm was folded in; axis 0.
 
     Attributes:
         kernel: What computes the layer, for the report.
@@ -42,7 +44,7 @@ class QuantizedLayer(nn.Module):
         bias: Tensor | None,
         transposed_groups: int | None = None,
         kind: str = "",
-        scheme: str = "",
+        scheme: QScheme = QScheme(axis=0),  # noqa: B008
     ) -> None:
         super().__init__()
         self.register_buffer("codes", codes)
@@ -65,14 +67,23 @@ class QuantizedLayer(nn.Module):
         )
 
     def weight(self) -> QuantizedTensor:
-        """The weight, in the layout of the float layer.
+        """The weight, BatchNorm folded in, in the layout of the float layer; one scale for each output channel.
 
         A transposed convolution with groups has no axis of its output channels in that layout; its weight is given
-        output channels first, (out, in / groups, ...).
+        output channels first, (out, in / groups, ...). A channel whose negative factor (of the BatchNorm) stands in its
+        scale, as one of its codes has no opposite, is given mirrored around the middle of the grid: the same values.
         """
+        codes, scale, zero_point, scheme = self.codes, self.scale, self.zero_point, self.scheme
+        if bool((negative := scale < 0).any()):
+            mirror = scheme.quant_min + scheme.quant_max
+            shaped = negative.view(-1, *[1] * (codes.dim() - 1))
+            codes = torch.where(shaped, (mirror - codes.int()).to(codes.dtype), codes)
+            scale, zero_point = scale.abs(), torch.where(negative, mirror - zero_point, zero_point)
+        middle = 0 if scheme.signed else (scheme.quant_min + scheme.quant_max + 1) // 2
+        scheme = replace(scheme, symmetric=scheme.symmetric and bool((zero_point == middle).all()))
         if self.transposed_groups == 1:
-            return QuantizedTensor(self.codes.transpose(0, 1), self.scale, self.zero_point, axis=1)
-        return QuantizedTensor(self.codes, self.scale, self.zero_point, axis=0)
+            return QuantizedTensor(codes.transpose(0, 1), scale, zero_point, replace(scheme, axis=1))
+        return QuantizedTensor(codes, scale, zero_point, scheme)
 
     def add_packing(self, pack: Any) -> str:
         """Keeps a kernel's own form of the weight beside it; returns the attribute that holds it.
