@@ -4,14 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from qlightning.analysis import describe
 from qlightning.backends import Backend
 from qlightning.errors import QuantizationError
 from qlightning.graph import convert, prepare, unprepare
 from qlightning.graph.calibrate import calibrate
 from qlightning.graph.report import report
 from qlightning.qconfig import QConfig
+from qlightning.qparams import choose_qparams
 from qlightning.qscheme import QScheme
 from qlightning.quantization import quantize_model
+from qlightning.tensor import QuantizedTensor, quantize, quantize_per_channel
+from qlightning.tensor_file import load_tensors, save_tensors
 from qlightning.version import __version__
 
 if TYPE_CHECKING:
@@ -24,12 +28,19 @@ __all__ = [
     "QScheme",
     "QuantizationAwareTraining",
     "QuantizationError",
+    "QuantizedTensor",
     "__version__",
     "calibrate",
+    "choose_qparams",
     "convert",
+    "describe",
+    "load_tensors",
     "prepare",
+    "quantize",
     "quantize_model",
+    "quantize_per_channel",
     "report",
+    "save_tensors",
     "unprepare",
 ]
 

@@ -30,6 +30,10 @@ class NonFiniteError(CalibrationError, ValueError):
     """NaN or infinity where a range was to be observed."""
 
 
+class ArtifactError(QuantizationError, ValueError):
+    """A file that is damaged, of another kind or version, or for another machine."""
+
+
 def closest(name: str, candidates: Iterable[str]) -> str:
     """Returns the hint ``" Did you mean 'x'?"`` for a mistyped name, or an empty string.
 

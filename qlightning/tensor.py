@@ -36,8 +36,8 @@ class QuantizedTensor:
     saved by ``torch.save`` (and loaded with ``weights_only=True``). Arithmetic is in `qlightning.functional`.
 
     Shape operations carry the channels of a per-channel tensor along: ``permute`` moves its axis, a slice of the axis
-    takes the scales of the slice, and where one channel is left, the result is per tensor. What would mix channels
-    within a slice of the axis is an error. The codes of views are shared with the original.
+    takes the scales of the slice, and where one channel is left, the result is per tensor. What leaves no dimension
+    whose slices have one scale each is an error. The codes of views are shared with the original.
 
     Args:
         codes: int8 for signed schemes, uint8 for unsigned ones; any shape.

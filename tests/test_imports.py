@@ -13,11 +13,12 @@ import qlightning
 PACKAGE = Path(qlightning.__file__).parent
 # From the bottom to the top; a part imports what is below it, and itself.
 LAYERS = (
-    ("errors", "version"),
+    ("errors", "version", "files"),
     ("qscheme",),
     ("affine",),
     ("qparams",),
     ("tensor", "observers"),
+    ("tensor_file",),
     ("fake_quantize", "qconfig"),
     ("nn",),
     ("vocabulary",),

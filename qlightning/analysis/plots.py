@@ -1,0 +1,66 @@
+"""Figures, drawn by matplotlib."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from qlightning.analysis.describe import Description
+
+_BLUE, _RED, _GREY = "#1f5fa8", "#c0392b", "#9aa5b1"
+_BINS = 128
+
+
+def figure(columns: int = 1, rows: int = 1, width: float = 5.0, height: float = 3.4) -> Any:
+    """A figure that no window shows, with axes of a common look.
+
+    Returns:
+        The figure and the list of its axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib: pip install matplotlib.") from error
+    made = Figure(figsize=(width * columns, height * rows), layout="constrained", dpi=120)
+    axes = list(made.subplots(rows, columns, squeeze=False).flat)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=9)
+    return made, axes
+
+
+def codes_and_values(description: Description) -> Any:
+    """How often each code occurs, the ends in red where elements lie on them; beside it the float values, if known."""
+    q = description.tensor
+    made, axes = figure(columns=1 if description.original is None else 2)
+    codes = torch.arange(q.scheme.quant_min, q.scheme.quant_max + 1)
+    counts = description.counts
+    colors = [_RED if count and index in (0, len(counts) - 1) else _BLUE for index, count in enumerate(counts.tolist())]
+    axes[0].bar(codes.tolist(), counts.tolist(), width=1.0 if len(codes) > 32 else 0.85, color=colors)
+    axes[0].set_title(f"Codes: {description.used} of {description.levels} used", fontsize=10)
+    axes[0].set_xlabel(f"code ({q.scheme})", fontsize=9)
+    axes[0].set_ylabel("elements", fontsize=9)
+    if description.original is not None:
+        _values(axes[1], description)
+    return made
+
+
+def _values(axis: Any, description: Description) -> None:
+    q, values = description.tensor, description.original
+    assert values is not None
+    finite = values[values.isfinite()]
+    axis.hist(finite.flatten().numpy(), bins=_BINS, color=_GREY)
+    if q.axis is None:
+        ends = (torch.tensor([q.scheme.quant_min, q.scheme.quant_max]) - q.q_zero_point()) * q.q_scale()
+        for end in ends.tolist():
+            axis.axvline(end, color=_RED, linewidth=1, linestyle="--")
+        axis.set_title("Float values; the ends of the grid are dashed", fontsize=10)
+    else:
+        axis.set_title("Float values of all channels", fontsize=10)
+    axis.set_xlabel(f"value (SQNR {description.sqnr:.1f} dB)", fontsize=9)
+    axis.set_ylabel("elements", fontsize=9)
