@@ -23,7 +23,7 @@ LAYERS = (
     ("nn",),
     ("vocabulary",),
     ("backends",),
-    ("graph",),
+    ("graph", "functional"),
     ("quantization", "export", "analysis"),
     ("callbacks",),
 )

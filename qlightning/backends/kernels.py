@@ -231,6 +231,11 @@ def binary(
     return quantize(result.relu_() if name == "add_relu" else result, scale, zero_point, 0, 255)
 
 
+def has_binary() -> bool:
+    """Whether torch has the kernels of :func:`binary`."""
+    return bool(_BINARY)
+
+
 _BINARY = (
     {"add": _onednn.qadd.tensor, "add_relu": _onednn.qadd_relu.tensor, "mul": _onednn.qmul.tensor}
     if all(hasattr(_onednn, name) for name in ("qadd", "qadd_relu", "qmul"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 
 from qlightning.backends.qdq import QParams, ints
-from qlightning.nn.quantized import QuantizedLayer
 from qlightning.vocabulary import argument, function_name
 
 SUM_POST_OPS: tuple[tuple[str, list[float], str], ...] = (("none", [], ""), ("relu", [], ""))
@@ -89,6 +88,13 @@ def max_pool2d_args(node: fx.Node, module: nn.Module | None) -> tuple[Any, ...] 
     return None
 
 
+class IntegerWeight(Protocol):
+    """What has integer codes, output channels first, and a scale for each of these."""
+
+    codes: Tensor
+    scale: Tensor
+
+
 @dataclass(frozen=True)
 class ConvPacking:
     """Packs the weight of a convolution for the kernel, for one place where it is called."""
@@ -101,7 +107,7 @@ class ConvPacking:
     groups: int
     flipped: bool = False
 
-    def __call__(self, layer: QuantizedLayer) -> Tensor:
+    def __call__(self, layer: IntegerWeight) -> Tensor:
         codes = layer.codes
         if self.flipped:
             codes = codes.flip(list(range(2, codes.dim())))
@@ -115,5 +121,5 @@ class ConvPacking:
 class LinearPacking:
     """Packs the weight of a linear layer for the kernel."""
 
-    def __call__(self, layer: QuantizedLayer) -> Tensor:
+    def __call__(self, layer: IntegerWeight) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(layer.codes, None)
