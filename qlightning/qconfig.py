@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from qlightning.errors import ConfigError, closest
-from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
+from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver, foreign
 from qlightning.qscheme import QScheme
 
 ObserverFactory = Callable[[QScheme], nn.Module]
@@ -34,8 +34,9 @@ class QConfig:
     Args:
         activation: Scheme of the activations.
         weight: Scheme of the weights; axis 0 means the output channels.
-        activation_observer: Builds the observer of an activation from its scheme. None: a moving average in
-            quantization-aware training, a histogram in post-training quantization.
+        activation_observer: Builds the observer of an activation from its scheme: a class of `qlightning.observers`,
+            one of torch.ao (or its ``with_args(...)``), or a function. None: a moving average in quantization-aware
+            training, a histogram in post-training quantization.
         weight_observer: Builds the observer of a weight. None: min-max.
         overrides: From patterns to the QConfig used there, or to None, which keeps the layer in float.
         exclude: Patterns of modules that stay float.
@@ -116,11 +117,12 @@ class QConfig:
 
 
 def _build(factory: ObserverFactory, scheme: QScheme) -> nn.Module:
-    observer = factory(scheme)
+    observer = foreign.build(factory, scheme) if foreign.is_of_torch_ao(factory) else factory(scheme)
     if not isinstance(observer, nn.Module) or not callable(getattr(observer, "calculate_qparams", None)):
         raise ConfigError(
             f"{factory!r} does not build an observer: a module with forward(x) and calculate_qparams() is needed."
         )
+    foreign.check_grid(observer, scheme)
     return observer
 
 

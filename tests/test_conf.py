@@ -15,7 +15,15 @@ import qlightning
 from qlightning import QConfig, QScheme
 from qlightning.callbacks import PostTrainingQuantization, QuantizationAwareTraining
 from qlightning.errors import ConfigError
-from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
+from qlightning.observers import (
+    EntropyObserver,
+    FixedRangeObserver,
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageObserver,
+    MSEObserver,
+    PercentileObserver,
+)
 from recipes.build import build, build_callbacks
 from recipes.data import ClassificationData
 
@@ -85,7 +93,15 @@ def test_every_trainer_builds(option):
 @pytest.mark.parametrize("option", options("observer"))
 @pytest.mark.parametrize("package", PACKAGES["observer"])
 def test_every_observer_is_built_for_activations_and_weights_apart(option, package):
-    cls = {"minmax": MinMaxObserver, "moving_average": MovingAverageObserver, "histogram": HistogramObserver}[option]
+    cls = {
+        "entropy": EntropyObserver,
+        "fixed_range": FixedRangeObserver,
+        "histogram": HistogramObserver,
+        "minmax": MinMaxObserver,
+        "moving_average": MovingAverageObserver,
+        "mse": MSEObserver,
+        "percentile": PercentileObserver,
+    }[option]
     plain, config = composed(), composed(f"observer@{package}={option}")
     assert type(instantiate(config[package])(QScheme(signed=False))) is cls
     untouched = next(other for other in PACKAGES["observer"] if other != package)

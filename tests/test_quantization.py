@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.ao.quantization as ao
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, quantize_model, report
 from qlightning.affine import sqnr
 from qlightning.backends import available
 from qlightning.errors import ConfigError, QuantizationError
-from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
+from qlightning.observers import (
+    EntropyObserver,
+    FixedRangeObserver,
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageObserver,
+    MSEObserver,
+    PercentileObserver,
+)
 
 BACKENDS = [name for name in ("onednn", "reference") if name in available()]
 
@@ -52,7 +62,23 @@ def net() -> Net:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("observer", [None, MinMaxObserver, MovingAverageObserver, HistogramObserver])
+@pytest.mark.parametrize(
+    "observer",
+    [
+        None,
+        MinMaxObserver,
+        MovingAverageObserver,
+        HistogramObserver,
+        PercentileObserver,
+        MSEObserver,
+        EntropyObserver,
+        functools.partial(FixedRangeObserver, low=-6.0, high=6.0),
+        ao.MinMaxObserver,
+        ao.HistogramObserver,
+        ao.MovingAverageMinMaxObserver.with_args(averaging_constant=0.1),
+        lambda scheme: ao.MinMaxObserver(dtype=torch.quint8),
+    ],
+)
 def test_int8_is_near_float(net: Net, backend: str, observer: Any) -> None:
     int8 = quantize_model(net, [image() for _ in range(4)], observer=observer, backend=backend)
     x = image(32)
@@ -60,6 +86,44 @@ def test_int8_is_near_float(net: Net, backend: str, observer: Any) -> None:
     assert not int8.training
     assert len(report(int8).int8_layers) == 4
     assert "4 of 4 layers in int8" in str(report(int8))
+
+
+@pytest.mark.parametrize("mode", ["ptq", "qat"])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_observers_of_torch_ao_observe_weights_too(net: Net, mode: Any, per_channel: bool) -> None:
+    axis = 0 if per_channel else None
+    weight = QScheme(bits=7, symmetric=True, axis=axis)
+    observer = ao.PerChannelMinMaxObserver if per_channel else ao.MinMaxObserver
+    outputs, x = [], image(16)
+    data = [image() for _ in range(3)]
+    for kind in (observer, MinMaxObserver):
+        prepared = prepare(copy.deepcopy(net), QConfig(weight=weight, weight_observer=kind), mode=mode)
+        if mode == "ptq":
+            calibrate(prepared, data)
+        else:
+            prepared.train()
+            for batch in data:
+                prepared(batch).sum().backward()
+        outputs.append(convert(prepared)(x))
+    assert torch.equal(*outputs)
+
+
+FOREIGN = {
+    "another number of codes": (QScheme(signed=False), ao.HistogramObserver.with_args(reduce_range=True), "0 to 127"),
+    "signed": (QScheme(signed=False), ao.MinMaxObserver.with_args(dtype=torch.qint8), "-128 to 127"),
+    "symmetric": (QScheme(), ao.MinMaxObserver.with_args(qscheme=torch.per_tensor_symmetric), "per_tensor_symmetric"),
+    "per tensor": (QScheme(axis=1), lambda scheme: ao.MinMaxObserver(dtype=torch.qint8), "per_tensor_affine"),
+    "another axis": (QScheme(axis=1), ao.PerChannelMinMaxObserver.with_args(ch_axis=0), "ch_axis=0"),
+}
+
+
+@pytest.mark.parametrize("scheme, observer, message", FOREIGN.values(), ids=FOREIGN.keys())
+def test_an_observer_of_another_grid_is_refused(net: Net, scheme: QScheme, observer: Any, message: str) -> None:
+    config = QConfig(activation=scheme, activation_observer=observer)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        quantize_model(net, [image()], qconfig=config, backend="reference")
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,9 @@ class Observer(nn.Module):
         (tensor(-3.), tensor(3.))
     """
 
+    _keeps_gaps = False
+    """Whether `update` gets NaN where elements of a per-channel batch are skipped, and not the channel's minimum."""
+
     def __init__(self, scheme: QScheme, *, nonfinite: Literal["raise", "skip"] = "raise") -> None:
         super().__init__()
         if not isinstance(scheme, QScheme):
@@ -142,7 +145,10 @@ class Observer(nn.Module):
 
     @abstractmethod
     def update(self, x: Tensor) -> None:
-        """Takes in a batch: a finite, not empty float32 tensor without gradient, not to be changed."""
+        """Takes in a batch: a finite, not empty float32 tensor without gradient, not to be changed.
+
+        A channel that was skipped whole has the extremes ``inf`` and ``-inf``.
+        """
 
     @abstractmethod
     def range(self) -> tuple[Tensor, Tensor]:
@@ -177,7 +183,7 @@ class Observer(nn.Module):
         if not all_finite(low, high):
             if self.nonfinite == "raise":
                 raise self._nonfinite_error(f"a tensor of shape {tuple(x.shape)} ({x.dtype})")
-            seen, low, high = _without_nonfinite(seen, self.scheme.axis)
+            seen, low, high = _without_nonfinite(seen, self.scheme.axis, self._keeps_gaps)
             if not (low <= high).any():
                 return x
         self.seen_dtype = x.dtype
@@ -228,7 +234,7 @@ class Observer(nn.Module):
             fine = (low.isfinite() & high.isfinite()).all()
             self._met_nonfinite.logical_or_(~fine)
             self._in_graph = True
-        elif self.scheme.axis is None and type(self)._record is Observer._record:
+        elif type(self)._record is Observer._record and (self.scheme.axis is None or self._keeps_gaps):
             return False
         else:
             x, low, high = _replaced_nonfinite(x, self.scheme.axis)
@@ -299,20 +305,21 @@ def _extremes(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
 
 def all_finite(low: Tensor, high: Tensor) -> bool:
     """Whether a range has neither NaN nor infinity, in one transfer from the device where all is well."""
-    span = high - low
+    span = (high - low).abs()  # of a channel that was not seen: minus infinity
     if math.isfinite((span.max() if span.ndim else span).item()):
         return True
     # The span of a range may also be beyond float32.
     return bool((low.isfinite() & high.isfinite()).all())
 
 
-def _without_nonfinite(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def _without_nonfinite(x: Tensor, axis: int | None, keeps_gaps: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a batch whose NaN and infinities are left out, and its extremes.
 
-    Per tensor the finite elements remain, in one dimension; per channel they are replaced.
+    Per tensor the finite elements remain, in one dimension; per channel they are replaced, or NaN where gaps are kept.
     """
     if axis is not None:
-        return _replaced_nonfinite(x, axis)
+        replaced, low, high = _replaced_nonfinite(x, axis)
+        return (torch.where(x.isfinite(), replaced, torch.nan) if keeps_gaps else replaced), low, high
     rest = x[x.isfinite()]
     if rest.numel() == 0:
         nothing = torch.full((), torch.inf, device=x.device)

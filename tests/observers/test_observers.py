@@ -4,6 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qlightning.affine import calculate_qparams
+from qlightning.affine import calculate_qparams, dequantize, quantize
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
-from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver, Observer
+from qlightning.observers import (
+    EntropyObserver,
+    FixedRangeObserver,
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageObserver,
+    MSEObserver,
+    Observer,
+    PercentileObserver,
+)
+from qlightning.observers.entropy import candidates as magnitudes
 from qlightning.qscheme import QScheme
 
 BITS = range(2, 9)
@@ -23,17 +34,26 @@ PER_TENSOR = [
     for signed, symmetric, narrow_range in itertools.product((False, True), repeat=3)
 ]
 PER_CHANNEL = [QScheme(symmetric=True, axis=0), QScheme(axis=1), QScheme(bits=4, signed=False, axis=-1)]
-FAMILY = [(MinMaxObserver, True), (MovingAverageObserver, True), (HistogramObserver, False)]
+FAMILY = [
+    MinMaxObserver,
+    MovingAverageObserver,
+    HistogramObserver,
+    PercentileObserver,
+    MSEObserver,
+    EntropyObserver,
+    FixedRangeObserver,
+]
+# What is seen of elements that are skipped in a channel: an extreme once more, or nothing.
+OF_EXTREMES = {MinMaxObserver, MovingAverageObserver, FixedRangeObserver}
 CASES = [
-    pytest.param(kind, scheme, id=f"{kind.__name__}-{scheme}")
-    for kind, takes_axis in FAMILY
-    for scheme in [*PER_TENSOR, *(PER_CHANNEL if takes_axis else [])]
+    pytest.param(kind, scheme, id=f"{kind.__name__}-{scheme}") for kind in FAMILY for scheme in PER_TENSOR + PER_CHANNEL
 ]
 FEW = [
     pytest.param(kind, scheme, id=f"{kind.__name__}-{scheme}")
-    for kind, takes_axis in FAMILY
-    for scheme in [QScheme(signed=False), QScheme(symmetric=True), *(PER_CHANNEL[:2] if takes_axis else [])]
+    for kind in FAMILY
+    for scheme in [QScheme(signed=False), QScheme(symmetric=True), *PER_CHANNEL[:2]]
 ]
+SKIPPING = [case for case in FEW if case.values[0] in OF_EXTREMES or not case.values[1].per_channel]
 every_case = pytest.mark.parametrize("kind, scheme", CASES)
 every_kind = pytest.mark.parametrize("kind, scheme", FEW)
 Kind = Callable[..., Observer]
@@ -74,9 +94,12 @@ class TestContract:
             torch.equal(a, b) for a, b in zip((scale, zero_point), calculate_qparams(low, high, scheme), strict=True)
         )
         assert (low <= high).all()
-        bound = torch.stack(data).abs().max()
+        bound = torch.stack(data).abs().max() if kind is not FixedRangeObserver else 1.0
         assert (low >= -bound).all()
         assert (high <= bound).all()
+        zeros = torch.zeros(4, 4)
+        codes = quantize(zeros, scale, zero_point, scheme)
+        assert torch.equal(dequantize(codes, scale, zero_point, scheme.axis), zeros), "zero is exact"
 
     @every_kind
     def test_the_tensor_passes_unchanged(self, kind: Kind, scheme: QScheme) -> None:
@@ -144,7 +167,7 @@ class TestContract:
         twin = copy.deepcopy(observer)
         assert same_state(twin, observer)
         twin(torch.full((4, 4), 99.0))
-        assert not same_state(twin, observer)
+        assert kind is FixedRangeObserver or not same_state(twin, observer)
         twin.reset()
         assert observer.observed
 
@@ -225,7 +248,10 @@ class TestContract:
         assert same_state(observer, before)
         assert (observer.seen_dtype, observer.seen_shapes) == (before.seen_dtype, before.seen_shapes)
 
-    @every_kind
+    # Each channel of the others is compared with an observer of its finite elements below.
+    @pytest.mark.parametrize(
+        "kind, scheme", [p for p in FEW if p.values[0] in OF_EXTREMES or not p.values[1].per_channel]
+    )
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_nonfinite_can_be_skipped(self, kind: Kind, scheme: QScheme, bad: float, dtype: torch.dtype) -> None:
@@ -239,6 +265,20 @@ class TestContract:
         observer = kind(scheme, nonfinite="skip")
         assert observer(x) is x
         assert same_state(observer, expected)
+
+    @pytest.mark.parametrize("kind", FAMILY)
+    @pytest.mark.parametrize("axis", [0, 1, -1])
+    @pytest.mark.parametrize("bits", [3, 8])
+    def test_each_channel_is_observed_like_a_tensor_of_its_own(self, kind: Kind, axis: int, bits: int) -> None:
+        data = [torch.randn(3, 4, 5) * 4**step * torch.logspace(-3, 3, 4)[:, None] for step in range(3)]
+        data[1][0, 2, 1], data[2][:, 1], data[0][2] = math.nan, math.inf, -math.inf
+        observer = fed(kind(QScheme(bits, axis=axis), nonfinite="skip"), data)
+        low, high = observer.range()
+        for channel in range(data[0].shape[axis]):
+            alone = fed(kind(QScheme(bits), nonfinite="skip"), [x.select(axis, channel) for x in data])
+            expected = alone.range()
+            assert torch.equal(low[channel], expected[0])
+            assert torch.equal(high[channel], expected[1])
 
     @every_kind
     def test_a_batch_of_nothing_finite_is_skipped_whole(self, kind: Kind, scheme: QScheme) -> None:
@@ -279,14 +319,14 @@ class TestContract:
         merged.merge([kind(scheme).state_dict()])
         assert not merged.observed
 
-    @pytest.mark.parametrize("kind", [kind for kind, _ in FAMILY])
+    @pytest.mark.parametrize("kind", FAMILY)
     def test_unknown_settings_are_refused(self, kind: Any) -> None:
         with pytest.raises(ConfigError, match="nonfinite"):
             kind(QScheme(), nonfinite="ignore")
         with pytest.raises(ConfigError, match="QScheme"):
             kind("int8")
 
-    @pytest.mark.parametrize("kind", [MinMaxObserver, MovingAverageObserver])
+    @pytest.mark.parametrize("kind", FAMILY)
     @pytest.mark.parametrize("axis", [2, -3])
     def test_a_missing_axis_is_refused(self, kind: Kind, axis: int) -> None:
         with pytest.raises(ConfigError, match="axis"):
@@ -554,14 +594,133 @@ class TestHistogram:
             sizes.add(sum(state.numel() for state in observer.buffers()))
         assert sizes == {512 + 3}
 
-    def test_an_axis_is_refused_with_what_to_use(self) -> None:
-        with pytest.raises(ConfigError, match="MinMaxObserver"):
-            HistogramObserver(QScheme(axis=0))
-
     @pytest.mark.parametrize("bins", [0, 255, 2048.0, True])
     def test_bins_are_enough(self, bins: Any) -> None:
         with pytest.raises(ConfigError, match="bins"):
             HistogramObserver(QScheme(), bins=bins)
+
+
+class TestPercentile:
+    @pytest.mark.parametrize("name", distributions())
+    @pytest.mark.parametrize("lower, upper", [(0, 99.9), (0.1, 100), (1, 99), (0, 100), (0.01, 99.99), (45, 55)])
+    def test_the_ends_are_those_of_numpy_within_a_bin(self, name: str, lower: float, upper: float) -> None:
+        x = distributions()[name]
+        observer = fed(PercentileObserver(QScheme(), lower, upper), list(x.split(300)))
+        ranks = [max(math.ceil(Fraction(str(percent)) * len(x) / 100), 1) for percent in (lower, upper)]
+        expected = np.sort(x.numpy())[np.array(ranks) - 1]
+        low, high = (bound.item() for bound in observer.range())
+        width = observer.width.item()
+        assert expected[0] - width <= low <= expected[0]
+        assert expected[1] <= high <= expected[1] + width
+        assert x.min() <= low <= high <= x.max()
+        if lower == 0:
+            assert low == x.min()
+        if upper == 100:
+            assert high == x.max()
+
+    @pytest.mark.parametrize("lower, upper", [(-1, 99), (5, 5), (60, 40), (0, 101), (math.nan, 99)])
+    def test_percentiles_are_percent(self, lower: float, upper: float) -> None:
+        with pytest.raises(ConfigError, match="lower"):
+            PercentileObserver(QScheme(), lower, upper)
+
+
+class TestMSE:
+    @pytest.mark.parametrize("scheme", HISTOGRAM_SCHEMES, ids=str)
+    @pytest.mark.parametrize("power", [1.0, 2.0, 2.4])
+    def test_the_range_is_that_of_brute_force(self, scheme: QScheme, power: float) -> None:
+        for x in distributions().values():
+            observer = fed(MSEObserver(scheme, power=power, steps=40), [x])
+            low, high = min(x.min().item(), 0.0), max(x.max().item(), 0.0)
+            bounds = torch.tensor(max(-low, high)) * (torch.arange(40, 0, -1) / 40)
+            scale, zero_point = calculate_qparams(bounds.neg().clamp(min=low), bounds.clamp(max=high), scheme)
+            values, errors = x.double().numpy(), []
+            for step, middle in zip(scale.double().numpy(), zero_point.numpy(), strict=True):
+                codes = np.clip(np.rint(values / step) + middle, scheme.quant_min, scheme.quant_max)
+                errors.append((np.abs(values - (codes - middle) * step) ** power).sum())
+            chosen = max(-observer.range()[0].item(), observer.range()[1].item()) / max(-low, high)
+            error = errors[round((1 - chosen) * 40)]
+            assert error <= min(errors) * (1 + 1e-4)  # sums of 2,000 float32 numbers against float64
+
+    def test_batches_are_averaged_and_sampled(self) -> None:
+        data = [torch.randn(5000) * (1 + step) for step in range(3)]
+        ranges = [fed(MSEObserver(QScheme(bits=4)), [x]).range() for x in data]
+        low, high = fed(MSEObserver(QScheme(bits=4)), data).range()
+        torch.testing.assert_close(low, torch.stack([r[0] for r in ranges]).mean())
+        torch.testing.assert_close(high, torch.stack([r[1] for r in ranges]).mean())
+        x = data[0].sort().values  # every 50th value in order has nearly the same distribution
+        low, high = fed(MSEObserver(QScheme(bits=2), samples=100), [x]).range()
+        whole = fed(MSEObserver(QScheme(bits=2)), [x]).range()
+        step = (x.max() - x.min()) / 100
+        assert (low - whole[0]).abs() <= 10 * step
+        assert (high - whole[1]).abs() <= 10 * step
+
+    @pytest.mark.parametrize("wrong", [{"power": 0.0}, {"power": math.inf}, {"steps": 1}, {"samples": True}])
+    def test_settings_have_limits(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            MSEObserver(QScheme(), **wrong)
+
+
+def divergence(values: np.ndarray[Any, Any], width: float, bound: int, scheme: QScheme) -> float:
+    """The divergence of EntropyObserver's definition from the values themselves, bin by bin."""
+    bins = np.floor(values / width).astype(int)
+    inside = bins[(bins >= -bound) & (bins < bound)]
+    start, end = max(-bound, min(bins.min(), 0)), min(bound, bins.max() + 1)
+    end = max(end, min(bound, math.floor(min(values.min(), 0) / width) + 512))
+    scale, zero_point = (
+        float(q) for q in calculate_qparams(torch.tensor(float(start)), torch.tensor(float(end)), scheme)
+    )
+    p: dict[int, float] = {}
+    for b in bins:
+        place = min(max(b, start), end - 1)
+        p[place] = p.get(place, 0.0) + 1
+    q: dict[int, float] = {}
+    members: dict[int, set[int]] = {}
+    sums: dict[int, int] = {}
+    for b in inside:
+        code = int(np.clip(np.rint((b + 0.5) / scale) + zero_point, scheme.quant_min, scheme.quant_max))
+        members.setdefault(code, set()).add(int(b))
+        sums[code] = sums.get(code, 0) + 1
+    for code, found in members.items():
+        for b in found:
+            q[b] = sums[code] / len(found) / max(len(inside), 1)
+    return sum(n / len(bins) * math.log(n / len(bins) / max(q.get(b, 0.0), 1e-12)) for b, n in p.items())
+
+
+class TestEntropy:
+    @pytest.mark.parametrize(
+        "scheme", [QScheme(bits=4, symmetric=True), QScheme(bits=4), QScheme(signed=False)], ids=str
+    )
+    @pytest.mark.parametrize("name", ["relu", "outlier", "away from zero"])
+    def test_the_range_has_the_least_divergence(self, name: str, scheme: QScheme) -> None:
+        x = distributions()[name][-400:]
+        observer = fed(EntropyObserver(scheme, bins=512), [x])
+        low, high = (bound.item() for bound in observer.range())
+        width = observer.width.item()
+        first = math.floor(min(x.min().item(), 0.0) / width)
+        tried = magnitudes(observer.histogram.double(), first)
+        found = [divergence(x.double().numpy(), width, bound, scheme) for bound in tried]
+        chosen = max(-low, high) / width
+        index = min(
+            range(len(tried)), key=lambda i: abs(min(tried[i], max(-x.min().item(), x.max().item()) / width) - chosen)
+        )
+        assert found[index] <= min(found) + 1e-9
+
+    def test_outliers_are_clipped(self) -> None:
+        x = torch.cat((torch.randn(50_000, generator=torch.Generator().manual_seed(0)), torch.tensor([100.0])))
+        low, high = fed(EntropyObserver(QScheme()), [x]).range()
+        assert -low < 10
+        assert 2 < high < 10
+
+
+class TestFixedRange:
+    def test_the_range_is_the_given_one_whatever_is_seen(self) -> None:
+        observer = fed(FixedRangeObserver(QScheme(axis=0), -0.5, 2.0), [torch.randn(3, 4) * 100])
+        assert [bound.tolist() for bound in observer.range()] == [[-0.5] * 3, [2.0] * 3]
+
+    @pytest.mark.parametrize("low, high", [(1.0, 0.0), (math.nan, 1.0), (0.0, math.inf)])
+    def test_it_is_a_range(self, low: float, high: float) -> None:
+        with pytest.raises(ConfigError, match="low"):
+            FixedRangeObserver(QScheme(), low, high)
 
 
 def test_a_histogram_merges_its_own_state_too():
