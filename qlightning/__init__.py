@@ -9,6 +9,7 @@ from qlightning.backends import Backend
 from qlightning.errors import QuantizationError
 from qlightning.graph import convert, prepare, unprepare
 from qlightning.graph.calibrate import calibrate
+from qlightning.graph.ranges import ranges
 from qlightning.graph.report import report
 from qlightning.qconfig import QConfig
 from qlightning.qparams import choose_qparams
@@ -39,6 +40,7 @@ __all__ = [
     "quantize",
     "quantize_model",
     "quantize_per_channel",
+    "ranges",
     "report",
     "save_tensors",
     "unprepare",

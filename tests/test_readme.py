@@ -48,8 +48,28 @@ class Task(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+def test_code_of_the_documents_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    code = blocks("python", page.read_text())
+    assert code
+    for block in code:
+        exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+def test_links_of_the_documents_exist(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if "://" not in link]
+    assert not [link for link in links if not (page.parent / link).exists()]
 
 
 @pytest.mark.filterwarnings("ignore")

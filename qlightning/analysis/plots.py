@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 _BLUE, _RED, _GREY = "#1f5fa8", "#c0392b", "#9aa5b1"
 _BINS = 128
+STEEP = 30
+"""How many times as high as the middle one a bar may be on a linear scale."""
 
 
 def figure(columns: int = 1, rows: int = 1, width: float = 5.0, height: float = 3.4) -> Any:
@@ -44,7 +46,7 @@ def codes_and_values(description: Description) -> Any:
     axes[0].bar(codes.tolist(), counts.tolist(), width=1.0 if len(codes) > 32 else 0.85, color=colors)
     axes[0].set_title(f"Codes: {description.used} of {description.levels} used", fontsize=10)
     axes[0].set_xlabel(f"code ({q.scheme})", fontsize=9)
-    axes[0].set_ylabel("elements", fontsize=9)
+    _log_if_steep(axes[0], counts.tolist())
     if description.original is not None:
         _values(axes[1], description)
     return made
@@ -54,7 +56,7 @@ def _values(axis: Any, description: Description) -> None:
     q, values = description.tensor, description.original
     assert values is not None
     finite = values[values.isfinite()]
-    axis.hist(finite.flatten().numpy(), bins=_BINS, color=_GREY)
+    heights, _, _ = axis.hist(finite.flatten().numpy(), bins=_BINS, color=_GREY)
     if q.axis is None:
         ends = (torch.tensor([q.scheme.quant_min, q.scheme.quant_max]) - q.q_zero_point()) * q.q_scale()
         for end in ends.tolist():
@@ -63,4 +65,13 @@ def _values(axis: Any, description: Description) -> None:
     else:
         axis.set_title("Float values of all channels", fontsize=10)
     axis.set_xlabel(f"value (SQNR {description.sqnr:.1f} dB)", fontsize=9)
-    axis.set_ylabel("elements", fontsize=9)
+    _log_if_steep(axis, heights.tolist())
+
+
+def _log_if_steep(axis: Any, heights: list[float]) -> None:
+    """Counts on a logarithmic scale where one bar (the zeros behind a ReLU) would flatten all others."""
+    filled = sorted(height for height in heights if height)
+    steep = bool(filled) and filled[-1] > STEEP * filled[len(filled) // 2]
+    if steep:
+        axis.set_yscale("log")
+    axis.set_ylabel("elements, logarithmic" if steep else "elements", fontsize=9)

@@ -21,6 +21,7 @@ from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, Captured
 from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import CONV_TYPES, Preparation, PreparedModule, is_prepared
 from qlightning.graph.qdq import GraphConversion
+from qlightning.graph.ranges import WIDE, wide
 from qlightning.graph.reads import Read
 from qlightning.graph.signature import CallSpec
 from qlightning.nn.qat import QATLayer, has_forward_hooks, swap_out
@@ -102,6 +103,13 @@ def _check_observed(prepared: nn.Module) -> None:
     if missing := [m.name or n for n, m in activations if not m.observed and id(m) in in_eval]:
         shown = ", ".join(missing[:10]) + (" ..." if len(missing) > 10 else "")
         warnings.warn(f"{len(missing)} values were never seen and stay float: {shown}", stacklevel=4)
+    if found := wide(m for _, m in activations):
+        shown = ", ".join(f"{row.name} ({row.low:.3g} to {row.high:.3g})" for row in found[:10])
+        warnings.warn(
+            f"Ranges far beyond {WIDE:g} leave next to nothing of other values: {shown}. See ranges(prepared), and "
+            "clip outliers (HistogramObserver, PercentileObserver) or exclude the layers.",
+            stacklevel=4,
+        )
 
 
 def _in_eval_graphs(prepared: nn.Module) -> set[int]:

@@ -49,17 +49,16 @@ def quantized_layer(
     factor = torch.ones_like(scale) if bn is None else bn_factor(bn)
     factors = factor if multiplier is None else factor / multiplier
     codes, scale, zero_point = _scaled(codes, scale, zero_point, factors, fq.scheme)
+    vanished = scale == 0  # gamma is zero, or as good as: all of the channel is, whatever its scale is said to be
+    if bool(vanished.any()):
+        codes[vanished] = _shaped(zero_point[vanished].to(codes.dtype), w)
+        scale[vanished] = 1.0
     if bn is None:
         new_bias = None if bias is None else bias.detach().float().clone()
     else:
-        gamma_is_zero = torch.zeros_like(factor, dtype=torch.bool) if bn.weight is None else bn.weight == 0
-        if bool(gamma_is_zero.any()):
-            # All of the channel is zero, whatever its scale, which has to be above zero.
-            codes[gamma_is_zero] = _shaped(zero_point[gamma_is_zero].to(codes.dtype), w)
-            scale[gamma_is_zero] = 1.0
         mean = bn.running_mean.float()
         start = -mean if bias is None else bias.detach().float() - mean
-        new_bias = start * factor.masked_fill(gamma_is_zero, 0.0)
+        new_bias = start * factor.masked_fill(vanished, 0.0)
         if bn.bias is not None:
             new_bias = new_bias + bn.bias.detach().float()
     new_bias = None if new_bias is None else new_bias.cpu()
