@@ -57,8 +57,33 @@ class Backend:
         """Whether sums of these operands can exceed what the kernels add up in."""
         return self.reduced is not None and activation.bits == 8 and weight.bits == 8
 
+    def explain_ranges(self) -> str:
+        """Says why an operand has one bit less on this CPU; empty where none has."""
+        if self.reduced is None:
+            return ""
+        return (
+            f"This CPU ({cpu_features()}) has neither VNNI nor AMX and adds pairs of products up in 16 bits: the "
+            f"{self.reduced}s have 7 bits, as full ranges would saturate."
+        )
+
     def __str__(self) -> str:
         return self.name
+
+
+def cpu_features() -> str:
+    """The vector instructions that matter to int8 kernels, as a list in words.
+
+    Example:
+        >>> bool(cpu_features())
+        True
+    """
+    found = {
+        "AVX2": torch.cpu._is_avx2_supported(),
+        "AVX512": torch.cpu._is_avx512_supported(),
+        "VNNI": torch.cpu._is_vnni_supported(),
+        "AMX": torch.cpu._is_amx_tile_supported(),
+    }
+    return ", ".join(name for name, has in found.items() if has) or torch.backends.cpu.get_cpu_capability()
 
 
 def cpu_has_int8_dot_products() -> bool:

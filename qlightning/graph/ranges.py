@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, fake_quantizers
+from qlightning.table import aligned
 
 WIDE = 1e6
 """A range beyond it says that something has run away: a code then spans thousands."""
@@ -48,16 +49,8 @@ class Ranges:
         return tuple(row for row in self.rows if row.remark)
 
     def __str__(self) -> str:
-        header = ("place", "of", "lowest", "highest", "step", "scheme", "remark")
-        cells = [
-            (r.name or "(input)", r.what, f"{r.low:.4g}", f"{r.high:.4g}", f"{r.step:.3g}", r.scheme, r.remark)
-            for r in self.rows
-        ]
-        widths = [max(len(row[i]) for row in (header, *cells)) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *cells)
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        head = ("place", "of", "lowest", "highest", "step", "scheme", "remark")
+        return aligned(head, [_cells(row) for row in self.rows])
 
 
 def ranges(prepared: nn.Module) -> Ranges:
@@ -81,6 +74,11 @@ def wide(fqs: Iterable[FakeQuantize]) -> list[LayerRange]:
     """The observed grids among some that reach beyond `WIDE`."""
     rows = (_row(fq, fq.name) for fq in fqs if fq.observed)
     return [row for row in rows if max(-row.low, row.high) > WIDE]
+
+
+def _cells(row: LayerRange) -> tuple[str, ...]:
+    ends = f"{row.low:.4g}", f"{row.high:.4g}", f"{row.step:.3g}"
+    return row.name or "(input)", row.what, *ends, row.scheme, row.remark
 
 
 def _row(fq: FakeQuantize, path: str) -> LayerRange:

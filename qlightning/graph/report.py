@@ -11,6 +11,7 @@ from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qlightning.graph.preparation import CONV_TYPES, Preparation
 from qlightning.nn.qat import QATLayer, layer_type
 from qlightning.nn.quantized import QuantizedLayer
+from qlightning.table import aligned
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Report:
         activation: The grid of the activations.
         layers: A row for each.
         notes: Modules that could not be captured, and why.
+        cpu: What this CPU means for the ranges; empty where it means nothing.
     """
 
     backend: str
     activation: str
     layers: tuple[LayerReport, ...]
     notes: tuple[str, ...] = ()
+    cpu: str = ""
 
     @property
     def int8_layers(self) -> list[LayerReport]:
@@ -72,17 +75,11 @@ class Report:
             )
             for r in self.layers
         ]
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (head, *rows)
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
         summary = (
             f"{len(self.int8_layers)} of {len(self.layers)} layers in int8; backend {self.backend}; "
             f"activations {self.activation}."
         )
-        return "\n".join([*lines, summary, *self.notes])
+        return "\n".join([aligned(head, rows), summary, *([self.cpu] if self.cpu else []), *self.notes])
 
 
 def report(model: nn.Module) -> Report:
@@ -103,7 +100,7 @@ def report(model: nn.Module) -> Report:
             rows.append(row)
             reported |= {id(part) for part in module.modules()}
     notes = tuple(f"{failure}." for failure in preparation.failures)
-    return Report(backend.name, str(preparation.qconfig.activation), tuple(rows), notes)
+    return Report(backend.name, str(preparation.qconfig.activation), tuple(rows), notes, backend.explain_ranges())
 
 
 def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport | None:

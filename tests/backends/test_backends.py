@@ -80,6 +80,14 @@ class TestSchemes:
         assert backend.saturates(QScheme(signed=False), QScheme(symmetric=True))
         assert not backend.saturates(QScheme(signed=False, bits=7), QScheme(symmetric=True))
 
+    @pytest.mark.usefixtures("no_int8_dot_products")
+    def test_the_report_says_why_a_bit_is_missing(self) -> None:  # C55
+        net = prepare(nn.Sequential(nn.Linear(4, 4)), backend="onednn", mode="ptq")
+        assert "neither VNNI nor AMX" in str(report(net))
+        assert "the weights have 7 bits" in str(report(net))
+        net = prepare(nn.Sequential(nn.Linear(4, 4)), backend="reference", mode="ptq")
+        assert "VNNI" not in str(report(net))
+
     @pytest.mark.usefixtures("int8_dot_products")
     def test_all_bits_are_used_where_nothing_saturates(self) -> None:
         assert registry.backends()["onednn"].adapt(QConfig()) == QConfig()

@@ -37,7 +37,7 @@ def test_every_grid_is_listed_with_its_ends():
     assert first.step == pytest.approx(5 / 255)
     text = str(ranges(net))
     assert text.splitlines()[0].split() == ["place", "of", "lowest", "highest", "step", "scheme", "remark"]
-    assert len(text.splitlines()) == 1 + len(ranges(net).rows)
+    assert len(text.splitlines()) == 2 + len(ranges(net).rows)
 
 
 @pytest.mark.parametrize("observer", [MinMaxObserver, HistogramObserver])
