@@ -31,17 +31,26 @@ _MAX_STATES = 8
 _numbers = count()
 
 
+Example = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
 class Program:
     """A graph and the function it compiles to, which takes the module and the leaves of a call.
 
     Args:
         graph: The graph.
         reads: The plain values of the module on which it may depend.
+        qdq: Of an int8 graph the QDQ form that it was made from.
+
+    Attributes:
+        example: Shape and dtype of each leaf of the first real call; None before, or where a leaf was no tensor.
     """
 
-    def __init__(self, graph: fx.Graph, reads: tuple[Read, ...] = ()) -> None:
+    def __init__(self, graph: fx.Graph, reads: tuple[Read, ...] = (), qdq: fx.Graph | None = None) -> None:
         self.graph = graph
         self.reads = reads
+        self.qdq = qdq
+        self.example: Example | None = None
         self.fits = matcher(reads)
         code = graph.python_code("self")
         namespace = dict(code.globals)
@@ -49,8 +58,13 @@ class Program:
         exec(compile(code.src, f"<qlightning graph {next(_numbers)}>", "exec"), namespace)
         self.run: Callable[..., Any] = namespace["forward"]
 
+    def note(self, leaves: tuple[Any, ...] | list[Any]) -> None:
+        """Remembers what the first call looked like."""
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            self.example = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return self  # never changed after it is built
+        return self  # never changed after it is built, but for the example
 
 
 class Captured:
@@ -107,7 +121,7 @@ class Captured:
         if plain and (known := self._plain.get((len(args), training))) is not None:
             for program in known:
                 if program.fits(module):
-                    return self._function(program)(module, *args)
+                    return self._function(program, args)(module, *args)
         spec, leaves = describe_call(self.signature, args, kwargs)
         if spec in self._numeric:
             spec, leaves = describe_call(self.signature, args, kwargs, freeze_numbers=True)
@@ -125,10 +139,14 @@ class Captured:
                 raise _untraceable(self.original, again) from again
         if plain:
             self._plain[len(args), training] = self.programs[spec, training]
-        return self._function(program)(module, *leaves)
+        return self._function(program, leaves)(module, *leaves)
 
-    def _function(self, program: Program) -> Callable[..., Any]:
-        if torch.compiler.is_compiling() or self._compiled is None:
+    def _function(self, program: Program, leaves: tuple[Any, ...] | list[Any]) -> Callable[..., Any]:
+        if torch.compiler.is_compiling():
+            return program.run
+        if program.example is None:
+            program.note(leaves)
+        if self._compiled is None:
             return program.run
         if program not in self._compiled:
             self._compiled[program] = torch.compile(program.run)

@@ -17,7 +17,7 @@ from qlightning.backends.qdq import has_attribute
 from qlightning.errors import BackendError, CalibrationError, CaptureError, ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, raise_nonfinite
 from qlightning.graph import state
-from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, Captured, Program, bind
+from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, Captured, Example, Program, bind
 from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import CONV_TYPES, Preparation, PreparedModule, is_prepared
 from qlightning.graph.qdq import GraphConversion
@@ -209,7 +209,8 @@ class _RootConversion:
         captured = Captured(self._class if self._keep_class else _Standalone, None)
         captured.follow(self._captured)
         for spec, reads, graph in qdq:
-            program = Program(self._backend.lower(graph, self._root), reads)
+            program = Program(self._backend.lower(graph, self._root), reads, graph)
+            program.example = self._example(spec)
             captured.add(spec, False, program)
             captured.add(spec, True, program)
         members: dict[str, Any] = {"train": _stays_in_eval}
@@ -236,6 +237,11 @@ class _RootConversion:
         finally:
             for m, mode in modes:
                 m.training = mode
+
+    def _example(self, spec: CallSpec) -> Example | None:
+        """What a call of the prepared module looked like, in calibration or training."""
+        found = (p.example for training in (False, True) for p in self._captured.programs.get((spec, training), ()))
+        return next((example for example in found if example is not None), None)
 
     # The tree
 

@@ -49,7 +49,8 @@ def quantized_layer(
     factor = torch.ones_like(scale) if bn is None else bn_factor(bn)
     factors = factor if multiplier is None else factor / multiplier
     codes, scale, zero_point = _scaled(codes, scale, zero_point, factors, fq.scheme)
-    vanished = scale == 0  # gamma is zero, or as good as: all of the channel is, whatever its scale is said to be
+    # Where gamma is zero, or as good as, all of the channel is, whatever its scale is said to be.
+    vanished = (scale == 0) | (bn.weight.detach() == 0 if bn is not None and bn.weight is not None else False)
     if bool(vanished.any()):
         codes[vanished] = _shaped(zero_point[vanished].to(codes.dtype), w)
         scale[vanished] = 1.0

@@ -1,0 +1,110 @@
+"""The QDQ form of an int8 model as a module of its own, which all exports read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qlightning.errors import ArtifactError, ConfigError
+from qlightning.graph.bind import BoundModule, Captured, Example, Program
+from qlightning.graph.signature import CallSpec, describe_call
+
+
+@dataclass(frozen=True)
+class QDQModule:
+    """A float module between explicit quantize and dequantize calls.
+
+    Attributes:
+        module: Takes the tensors of a call, one after the other; float in, float out.
+        names: The names of its inputs.
+        example: Tensors like those of a call.
+        call: The way of calling it stands for, in words.
+    """
+
+    module: fx.GraphModule
+    names: tuple[str, ...]
+    example: tuple[Tensor, ...]
+    call: str
+
+
+def qdq_module(int8: nn.Module, example_inputs: Any = None) -> QDQModule:
+    """Gives the QDQ form of an int8 model.
+
+    Args:
+        int8: A model from ``convert`` or ``quantize_model``.
+        example_inputs: The arguments of a call: a tensor, a tuple of arguments or a dict of keyword arguments. None:
+            like a call that it, or the model that it was made from, has seen.
+
+    Raises:
+        ConfigError: The model is not in int8 as a whole, or takes values that are no tensors.
+        ArtifactError: No call is known, or none like the example.
+    """
+    captured: Captured | None = int8.__dict__.get("_captured") if isinstance(int8, BoundModule) else None
+    if captured is None or not any(program.qdq for _, program in _programs(captured)):
+        parts = [name for name, module in int8.named_modules() if isinstance(module, BoundModule)]
+        raise ConfigError(
+            f"{type(int8).__name__} is not one int8 graph"
+            + (
+                f": Python code stands between its int8 parts ({', '.join(parts)}). Export these one by one, or change "
+                "what keeps the whole from being traced; report(model) says what does."
+                if parts
+                else ". Convert it first: convert(prepared) or quantize_model(model, batches)."
+            )
+        )
+    spec, program, example = _chosen(int8, captured, example_inputs)
+    if spec.value_names:
+        raise ConfigError(
+            f"{type(int8).__name__}: {', '.join(sorted(spec.value_names))} is no tensor, and an exported graph takes "
+            "tensors only. Pass it as a tensor, or make it an attribute of the model."
+        )
+    assert program.qdq is not None
+    module = fx.GraphModule(int8, program.qdq, type(int8).__name__)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    return QDQModule(module.eval(), tuple(spec.leaf_names), example, spec.describe())
+
+
+def _programs(captured: Captured) -> Iterator[tuple[CallSpec, Program]]:
+    return ((spec, p) for (spec, training), found in captured.programs.items() if not training for p in found)
+
+
+def _chosen(int8: nn.Module, captured: Captured, example_inputs: Any) -> tuple[CallSpec, Program, tuple[Tensor, ...]]:
+    fitting = [(spec, p) for spec, p in _programs(captured) if p.fits(int8)]
+    if example_inputs is None:
+        known = [(spec, p, p.example) for spec, p in fitting if p.example is not None]
+        if not known:
+            raise ArtifactError(
+                f"{type(int8).__name__} was never called, so that the shapes of its inputs are not known: give "
+                "example_inputs, such as torch.zeros(1, 3, 224, 224)."
+            )
+        spec, program, example = known[0]
+        return spec, program, _zeros(example)
+    args, kwargs = _arguments(example_inputs)
+    spec, leaves = describe_call(captured.signature, args, kwargs)
+    for known_spec, program in fitting:
+        if known_spec == spec:
+            return spec, program, tuple(leaves)
+    raise ArtifactError(
+        f"{type(int8).__name__} knows no call {spec.describe()}: it was converted for "
+        f"{'; '.join(s.describe() for s, _ in fitting)}."
+    )
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, dict):
+        return (), example_inputs
+    raise ConfigError(
+        f"example_inputs={type(example_inputs).__name__}: a tensor, a tuple of arguments or a dict of keywords."
+    )
+
+
+def _zeros(example: Example) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in example)
