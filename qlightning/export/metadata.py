@@ -1,0 +1,218 @@
+"""Metadata: what a file says about the int8 model in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qlightning.backends.base import cpu_features
+from qlightning.errors import ArtifactError, ConfigError
+from qlightning.graph.qdq_module import QDQModule
+from qlightning.graph.report import report
+from qlightning.version import __version__
+
+FORMAT = 1
+KEY = "qlightning"
+MAX_LENGTH = 2**24
+"""Characters of JSON that are read at most: some hundred times what a net of a thousand layers has."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a model.
+
+    Attributes:
+        name: Its name.
+        shape: Its sizes; -1 for those that are free.
+        dtype: As torch spells it, without ``torch.``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model.
+
+    Attributes:
+        name: Its name.
+        kind: The type of the float layer.
+        int8: Whether it runs in int8.
+        scheme: The grid of its weight, in words; empty for float.
+        reason: Why it stays float; empty for int8.
+    """
+
+    name: str
+    kind: str
+    int8: bool
+    scheme: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Plain facts about an int8 model, kept in each file that it is saved to, as JSON.
+
+    Attributes:
+        backend: What it was made for.
+        cpu: The vector instructions of the machine that made it.
+        activation: The grid of the activations, in words.
+        inputs: What it takes.
+        layers: Its layers.
+        exclude: The patterns that were to stay float.
+        mode: "qat" or "ptq".
+        full_range: Whether activations and weights both have full 8-bit ranges, on which some CPUs saturate.
+        versions: Of the libraries that made it.
+        source_sha256: Of the checkpoint that it was made from, or empty.
+        metrics: What was measured, by name.
+        class_names: Of the outputs, or empty.
+        format: Of these facts.
+    """
+
+    backend: str
+    cpu: str
+    activation: str
+    inputs: tuple[InputSpec, ...]
+    layers: tuple[LayerSpec, ...]
+    exclude: tuple[str, ...] = ()
+    mode: str = ""
+    full_range: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+    source_sha256: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """The facts as one line of JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: Any, where: str) -> Metadata:
+        """Reads facts, and checks that they are such.
+
+        Args:
+            text: The JSON, as str or bytes.
+            where: The file, for messages.
+
+        Raises:
+            ArtifactError: They are damaged, or of another format.
+        """
+        if not isinstance(text, (str, bytes)) or len(text) > MAX_LENGTH:
+            raise ArtifactError(f"{where}: there is no metadata of qlightning in it, or far too much.")
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(f"{where}: its metadata is no JSON: {error}.") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            version = found.get("format") if isinstance(found, dict) else None
+            raise ArtifactError(
+                f"{where} has format {version!r} of the metadata; this version of qlightning ({__version__}) reads {FORMAT}."
+            )
+        try:
+            return cls(**_checked(found))
+        except (TypeError, KeyError, ValueError) as error:
+            raise ArtifactError(f"{where}: its metadata is damaged: {error}.") from error
+
+
+def collect(
+    int8: nn.Module,
+    qdq: QDQModule,
+    free: Sequence[Sequence[int]],
+    *,
+    metrics: Mapping[str, float] | None = None,
+    class_names: Sequence[str] | None = None,
+    source: str | Path | None = None,
+) -> Metadata:
+    """Gathers the facts about an int8 model.
+
+    Args:
+        int8: The model.
+        qdq: Its QDQ form.
+        free: For each input the dimensions whose sizes are free.
+        metrics: Numbers by name.
+        class_names: Names of the outputs.
+        source: The checkpoint that it was made from.
+
+    Raises:
+        ConfigError: A metric is no number, or a class name no string.
+    """
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"metrics[{name!r}]={value!r}: numbers by name are needed, such as {{'accuracy': 0.91}}.")
+    if any(not isinstance(name, str) for name in class_names or ()):
+        raise ConfigError("class_names: strings are needed.")
+    found = report(int8)
+    preparation = int8.__dict__["_preparation"]
+    configs = list(preparation.qconfig.all())
+    inputs = tuple(
+        InputSpec(name, tuple(-1 if dim in sizes else size for dim, size in enumerate(x.shape)), str(x.dtype)[6:])
+        for name, x, sizes in zip(qdq.names, qdq.example, free, strict=True)
+    )
+    return Metadata(
+        backend=found.backend,
+        cpu=cpu_features(),
+        activation=found.activation,
+        inputs=inputs,
+        layers=tuple(LayerSpec(r.name, r.kind, r.int8, r.scheme if r.int8 else "", r.reason) for r in found.layers),
+        exclude=tuple(str(pattern) for pattern in preparation.qconfig.exclude),
+        mode=preparation.mode,
+        full_range=any(a.activation.bits == 8 and w.weight.bits == 8 for a in configs for w in configs),
+        versions={"qlightning": __version__, "torch": str(torch.__version__)},
+        source_sha256="" if source is None else sha256(source),
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
+        class_names=tuple(class_names or ()),
+    )
+
+
+def sha256(path: str | Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _checked(found: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of Metadata in their types.
+
+    Raises:
+        TypeError, ValueError, KeyError: They have others.
+    """
+    if unknown := found.keys() - {f.name for f in fields(Metadata)}:
+        raise KeyError(f"unknown {sorted(unknown)[0]!r}")
+    strings = {name: found[name] for name in ("backend", "cpu", "activation", "mode", "source_sha256") if name in found}
+    lists = {name: tuple(found[name]) for name in ("exclude", "class_names") if name in found}
+    tables = {name: dict(found[name]) for name in ("versions", "metrics") if name in found}
+    texts = [
+        *strings.values(),
+        *(item for items in lists.values() for item in items),
+        *tables.get("versions", {}).values(),
+    ]
+    if any(not isinstance(text, str) for text in texts):
+        raise TypeError("a text is none")
+    metrics = {name: float(value) for name, value in tables.get("metrics", {}).items()}
+    inputs = tuple(
+        InputSpec(str(i["name"]), tuple(int(size) for size in i["shape"]), str(i["dtype"])) for i in found["inputs"]
+    )
+    layers = tuple(
+        LayerSpec(str(r["name"]), str(r["kind"]), bool(r["int8"]), str(r["scheme"]), str(r["reason"]))
+        for r in found["layers"]
+    )
+    if not isinstance(found.get("full_range", False), bool):
+        raise TypeError("full_range is no flag")
+    return {**found, **strings, **lists, **tables, "metrics": metrics, "inputs": inputs, "layers": layers}
