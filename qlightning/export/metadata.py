@@ -116,7 +116,7 @@ class Metadata:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             version = found.get("format") if isinstance(found, dict) else None
             raise ArtifactError(
-                f"{where} has format {version!r} of the metadata; this version of qlightning ({__version__}) reads {FORMAT}."
+                f"{where} has format {version!r} of the metadata; this qlightning ({__version__}) reads {FORMAT}."
             )
         try:
             return cls(**_checked(found))
@@ -187,6 +187,9 @@ def sha256(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+_STRINGS = ("backend", "cpu", "activation", "mode", "source_sha256")
+
+
 def _checked(found: dict[str, Any]) -> dict[str, Any]:
     """The arguments of Metadata in their types.
 
@@ -195,9 +198,9 @@ def _checked(found: dict[str, Any]) -> dict[str, Any]:
     """
     if unknown := found.keys() - {f.name for f in fields(Metadata)}:
         raise KeyError(f"unknown {sorted(unknown)[0]!r}")
-    strings = {name: found[name] for name in ("backend", "cpu", "activation", "mode", "source_sha256") if name in found}
-    lists = {name: tuple(found[name]) for name in ("exclude", "class_names") if name in found}
-    tables = {name: dict(found[name]) for name in ("versions", "metrics") if name in found}
+    strings: dict[str, Any] = {name: found[name] for name in _STRINGS if name in found}
+    lists: dict[str, Any] = {name: tuple(found[name]) for name in ("exclude", "class_names") if name in found}
+    tables: dict[str, Any] = {name: dict(found[name]) for name in ("versions", "metrics") if name in found}
     texts = [
         *strings.values(),
         *(item for items in lists.values() for item in items),

@@ -44,8 +44,9 @@ def qdq_module(int8: nn.Module, example_inputs: Any = None) -> QDQModule:
         ArtifactError: No call is known, or none like the example.
     """
     captured: Captured | None = int8.__dict__.get("_captured") if isinstance(int8, BoundModule) else None
-    if captured is None or not any(program.qdq for _, program in _programs(captured)):
-        parts = [name for name, module in int8.named_modules() if isinstance(module, BoundModule)]
+    if captured is None or not _is_int8(captured):
+        bound = ((name, m) for name, m in int8.named_modules() if isinstance(m, BoundModule))
+        parts = [name for name, module in bound if _is_int8(module.__dict__["_captured"])]
         raise ConfigError(
             f"{type(int8).__name__} is not one int8 graph"
             + (
@@ -68,6 +69,10 @@ def qdq_module(int8: nn.Module, example_inputs: Any = None) -> QDQModule:
     return QDQModule(module.eval(), tuple(spec.leaf_names), example, spec.describe())
 
 
+def _is_int8(captured: Captured) -> bool:
+    return any(program.qdq is not None for _, program in _programs(captured))
+
+
 def _programs(captured: Captured) -> Iterator[tuple[CallSpec, Program]]:
     return ((spec, p) for (spec, training), found in captured.programs.items() if not training for p in found)
 
@@ -84,7 +89,10 @@ def _chosen(int8: nn.Module, captured: Captured, example_inputs: Any) -> tuple[C
         spec, program, example = known[0]
         return spec, program, _zeros(example)
     args, kwargs = _arguments(example_inputs)
-    spec, leaves = describe_call(captured.signature, args, kwargs)
+    try:
+        spec, leaves = describe_call(captured.signature, args, kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{type(int8).__name__} cannot be called with the example_inputs: {error}.") from error
     for known_spec, program in fitting:
         if known_spec == spec:
             return spec, program, tuple(leaves)

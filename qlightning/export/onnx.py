@@ -1,0 +1,169 @@
+"""ONNX: the QDQ form as a graph of QuantizeLinear and DequantizeLinear, which ONNX Runtime and OpenVINO run in int8."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qlightning.errors import ArtifactError
+from qlightning.export.metadata import KEY, Metadata, collect
+from qlightning.files import written_whole
+from qlightning.graph.qdq_module import QDQModule, qdq_module
+
+OPSET = 20
+"""Of 2023: what ONNX Runtime reads from 1.17 on and OpenVINO from 2024 on."""
+
+_LAYERS = ("Conv", "ConvTranspose", "Gemm")
+
+
+def save_onnx(
+    int8: nn.Module,
+    path: str | Path,
+    *,
+    example_inputs: Any = None,
+    metrics: Mapping[str, float] | None = None,
+    class_names: Sequence[str] | None = None,
+    source: str | Path | None = None,
+) -> Metadata:
+    """Writes an int8 model as ONNX with explicit quantization (QDQ), checked by ONNX's own checker.
+
+    Weights are int8 in the file, biases int32 with the scale of the sums, as runtimes expect them; BatchNorm is folded.
+    The batch size is free where the model allows. The file is complete or not there.
+
+    Args:
+        int8: A model from ``convert`` or ``quantize_model``.
+        path: The file, ``.onnx``.
+        example_inputs: The arguments of a call; None: like one that the model has seen.
+        metrics: Numbers to be kept in the file, by name.
+        class_names: Names of the outputs, to be kept in the file.
+        source: The checkpoint that the model was made from; its SHA-256 is kept.
+
+    Returns:
+        The facts that the file carries, in its ``metadata_props``.
+
+    Raises:
+        ConfigError: The model is no int8 graph as a whole; names the parts that are.
+        ArtifactError: The shapes of its inputs are not known, or ONNX has no operator for a part of it.
+        ImportError: onnx or onnxscript is not installed.
+    """
+    onnx = _onnx()
+    qdq = qdq_module(int8, example_inputs)
+    proto, free = _exported(qdq)
+    _quantize_biases(onnx, proto)
+    found = collect(int8, qdq, free, metrics=metrics, class_names=class_names, source=source)
+    onnx.helper.set_model_props(proto, {KEY: found.to_json()})
+    proto.producer_name = "qlightning"
+    onnx.checker.check_model(proto, full_check=True)
+    with written_whole(path) as temporary:
+        onnx.save_model(proto, temporary)
+    return found
+
+
+def _onnx() -> Any:
+    try:
+        import onnx
+        import onnx.numpy_helper
+        import onnxscript  # noqa: F401  torch's exporter is written in it
+    except ImportError as error:
+        raise ImportError("ONNX needs onnx and onnxscript: pip install 'qlightning[onnx]'.") from error
+    return onnx
+
+
+def _exported(qdq: QDQModule) -> tuple[Any, list[list[int]]]:
+    """The graph as ONNX, and the free dimensions of each input."""
+    free = [[0] if x.dim() else [] for x in qdq.example]
+    example = _of_two(qdq.example)
+    failures: list[Exception] = []
+    none: list[list[int]] = [[] for _ in free]
+    for sizes in (free, none):  # with a free batch size; else with that of the example
+        try:
+            return _torch_export(qdq, example if any(sizes) else qdq.example, sizes), sizes
+        except Exception as error:  # torch's exporter raises whatever went wrong in a pass
+            failures.append(error)
+    raise ArtifactError(
+        f"{type(qdq.module).__name__} cannot be written as ONNX: {failures[-1]}. Keep what torch's exporter lacks out "
+        "of the model, or save it as .pt2."
+    ) from failures[-1]
+
+
+def _torch_export(qdq: QDQModule, example: tuple[Tensor, ...], free: list[list[int]]) -> Any:
+    batch = torch.export.Dim("batch", min=1)
+    shapes = tuple(dict.fromkeys(sizes, batch) for sizes in free)
+    with torch.no_grad(), _quiet():
+        program = torch.onnx.export(
+            qdq.module,
+            example,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=list(qdq.names),
+            dynamic_shapes=shapes if any(free) else None,
+            optimize=True,
+            verbose=False,
+        )
+    assert program is not None
+    return program.model_proto
+
+
+def _of_two(example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The example with a batch of two: torch takes a size of one for a constant."""
+    return tuple(torch.cat([x, x])[:2] if x.dim() and x.shape[0] < 2 else x for x in example)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it torch's exporter does not log its steps."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _quantize_biases(onnx: Any, proto: Any) -> None:
+    """Gives the biases of int8 layers the form that int8 kernels add: int32 in steps of input scale times weight scale.
+
+    ``bias = DequantizeLinear(int32 codes, input scale * weight scale)``; rounding moves it by half such a step at most.
+    One that would exceed int32 stays float.
+    """
+    graph = proto.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    made = {output: node for node in graph.node for output in node.output}
+
+    def value(name: str) -> Tensor:
+        return torch.from_numpy(onnx.numpy_helper.to_array(constants[name]).copy())
+
+    new_nodes = []
+    for node in graph.node:
+        pair = [made.get(name) for name in node.input[:2]]
+        is_int8 = all(n is not None and n.op_type == "DequantizeLinear" and n.input[1] in constants for n in pair)
+        if node.op_type in _LAYERS and is_int8 and len(node.input) > 2 and node.input[2] in constants:
+            step = value(pair[0].input[1]).double() * value(pair[1].input[1]).double()  # type: ignore[union-attr]
+            bias = value(node.input[2])
+            step = step.expand(bias.shape)
+            codes = (bias.double() / step.float().double()).round()
+            if bool((codes.abs() < 2**31).all()):
+                name = f"{node.name}_bias"
+                for suffix, tensor in (("int32", codes.int()), ("scale", step.float())):
+                    graph.initializer.append(onnx.numpy_helper.from_array(tensor.numpy(), f"{name}_{suffix}"))
+                inputs = [f"{name}_int32", f"{name}_scale"]
+                new_nodes.append(onnx.helper.make_node("DequantizeLinear", inputs, [name], name=name, axis=0))
+                node.input[2] = name
+        new_nodes.append(node)
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in new_nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
+    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
