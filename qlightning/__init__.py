@@ -7,6 +7,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from qlightning.analysis import describe
 from qlightning.backends import Backend
 from qlightning.errors import QuantizationError
+from qlightning.export import load, save
 from qlightning.graph import convert, prepare, unprepare
 from qlightning.graph.calibrate import calibrate
 from qlightning.graph.ranges import ranges
@@ -35,6 +36,7 @@ __all__ = [
     "choose_qparams",
     "convert",
     "describe",
+    "load",
     "load_tensors",
     "prepare",
     "quantize",
@@ -42,6 +44,7 @@ __all__ = [
     "quantize_per_channel",
     "ranges",
     "report",
+    "save",
     "save_tensors",
     "unprepare",
 ]

@@ -207,7 +207,7 @@ _MOVES = {
 }
 _SEQUENCES = {"chunk", "split", "tensor_split", "unbind", "split_with_sizes", "unsafe_chunk", "unsafe_split"}
 # Questions whose answer is no tensor: the same for a tensor and its codes, or not.
-_SHAPE_CALLS = {"size", "dim", "ndimension", "numel", "nelement", "get_device", "len", "__len"}
+_SHAPE_CALLS = {"size", "sym_size", "sym_numel", "dim", "ndimension", "numel", "nelement", "get_device", "len", "__len"}
 _SHAPE_ATTRIBUTES = {"shape", "device", "ndim", "is_cuda"}
 _TYPE_CALLS = {"is_floating_point", "is_complex", "is_signed", "element_size", "stride", "is_contiguous"}
 _TYPE_ATTRIBUTES = {"dtype", "layout", "requires_grad", "itemsize", "nbytes", "is_nested"}

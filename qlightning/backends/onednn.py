@@ -394,3 +394,5 @@ def _allow_any_layout(node: fx.Node) -> None:
     to_dtype = any(isinstance(value, torch.dtype) for value in node.args)
     if node.op == "call_method" and node.target in ("view", "view_as") and not to_dtype:
         node.target = {"view": "reshape", "view_as": "reshape_as"}[str(node.target)]
+    if node.target is aten.view.default:
+        node.target = aten.reshape.default

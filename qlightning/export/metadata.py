@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ class InputSpec:
         name: Its name.
         shape: Its sizes; -1 for those that are free.
         dtype: As torch spells it, without ``torch.``.
+        example: Its sizes in a call that was seen.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    example: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,26 +153,34 @@ def collect(
             raise ConfigError(f"metrics[{name!r}]={value!r}: numbers by name are needed, such as {{'accuracy': 0.91}}.")
     if any(not isinstance(name, str) for name in class_names or ()):
         raise ConfigError("class_names: strings are needed.")
-    found = report(int8)
-    preparation = int8.__dict__["_preparation"]
-    configs = list(preparation.qconfig.all())
     inputs = tuple(
-        InputSpec(name, tuple(-1 if dim in sizes else size for dim, size in enumerate(x.shape)), str(x.dtype)[6:])
+        InputSpec(
+            name, tuple(-1 if d in sizes else size for d, size in enumerate(x.shape)), str(x.dtype)[6:], tuple(x.shape)
+        )
         for name, x, sizes in zip(qdq.names, qdq.example, free, strict=True)
     )
+    given: dict[str, Any] = {
+        "inputs": inputs,
+        "cpu": cpu_features(),
+        "versions": {"qlightning": __version__, "torch": str(torch.__version__)},
+        "metrics": {name: float(value) for name, value in (metrics or {}).items()},
+        "class_names": tuple(class_names or ()),
+        "source_sha256": "" if source is None else sha256(source),
+    }
+    found = report(int8)
+    stored = int8.__dict__.get("metadata")
+    if isinstance(stored, Metadata):  # of a model that was loaded from a file
+        return replace(stored, backend=found.backend, **{name: value for name, value in given.items() if value})
+    preparation = int8.__dict__["_preparation"]
+    configs = list(preparation.qconfig.all())
     return Metadata(
         backend=found.backend,
-        cpu=cpu_features(),
         activation=found.activation,
-        inputs=inputs,
         layers=tuple(LayerSpec(r.name, r.kind, r.int8, r.scheme if r.int8 else "", r.reason) for r in found.layers),
         exclude=tuple(str(pattern) for pattern in preparation.qconfig.exclude),
         mode=preparation.mode,
         full_range=any(a.activation.bits == 8 and w.weight.bits == 8 for a in configs for w in configs),
-        versions={"qlightning": __version__, "torch": str(torch.__version__)},
-        source_sha256="" if source is None else sha256(source),
-        metrics={name: float(value) for name, value in (metrics or {}).items()},
-        class_names=tuple(class_names or ()),
+        **given,
     )
 
 
@@ -210,8 +220,11 @@ def _checked(found: dict[str, Any]) -> dict[str, Any]:
         raise TypeError("a text is none")
     metrics = {name: float(value) for name, value in tables.get("metrics", {}).items()}
     inputs = tuple(
-        InputSpec(str(i["name"]), tuple(int(size) for size in i["shape"]), str(i["dtype"])) for i in found["inputs"]
+        InputSpec(str(i["name"]), tuple(map(int, i["shape"])), str(i["dtype"]), tuple(map(int, i["example"])))
+        for i in found["inputs"]
     )
+    if any(not spec.name.isidentifier() or len(spec.shape) != len(spec.example) for spec in inputs):
+        raise ValueError("an input is none")
     layers = tuple(
         LayerSpec(str(r["name"]), str(r["kind"]), bool(r["int8"]), str(r["scheme"]), str(r["reason"]))
         for r in found["layers"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qlightning.errors import ArtifactError
 from qlightning.export.metadata import KEY, Metadata, collect
 from qlightning.files import written_whole
-from qlightning.graph.qdq_module import QDQModule, qdq_module
+from qlightning.graph.qdq_module import QDQModule, qdq_module, with_free_batch
 
 OPSET = 20
 """Of 2023: what ONNX Runtime reads from 1.17 on and OpenVINO from 2024 on."""
@@ -79,7 +79,7 @@ def _onnx() -> Any:
 def _exported(qdq: QDQModule) -> tuple[Any, list[list[int]]]:
     """The graph as ONNX, and the free dimensions of each input."""
     free = [[0] if x.dim() else [] for x in qdq.example]
-    example = _of_two(qdq.example)
+    example = with_free_batch(qdq.example)
     failures: list[Exception] = []
     none: list[list[int]] = [[] for _ in free]
     for sizes in (free, none):  # with a free batch size; else with that of the example
@@ -109,11 +109,6 @@ def _torch_export(qdq: QDQModule, example: tuple[Tensor, ...], free: list[list[i
         )
     assert program is not None
     return program.model_proto
-
-
-def _of_two(example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The example with a batch of two: torch takes a size of one for a constant."""
-    return tuple(torch.cat([x, x])[:2] if x.dim() and x.shape[0] < 2 else x for x in example)
 
 
 @contextmanager

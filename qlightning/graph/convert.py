@@ -213,7 +213,7 @@ class _RootConversion:
             program.example = self._example(spec)
             captured.add(spec, False, program)
             captured.add(spec, True, program)
-        members: dict[str, Any] = {"train": _stays_in_eval}
+        members: dict[str, Any] = {"train": stays_in_eval}
         if self._is_layer:
             members["weight"] = _weight_of_layer
         bind(self._root, captured, ConvertedModule, **members)
@@ -339,7 +339,7 @@ class _Standalone(nn.Module):
         raise NotImplementedError  # replaced by the graphs
 
 
-def _stays_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
+def stays_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
     """An int8 model has no training mode."""
     return nn.Module.train(self, False)
 

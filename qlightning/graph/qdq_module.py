@@ -69,6 +69,11 @@ def qdq_module(int8: nn.Module, example_inputs: Any = None) -> QDQModule:
     return QDQModule(module.eval(), tuple(spec.leaf_names), example, spec.describe())
 
 
+def with_free_batch(example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The example with a batch of two at least: torch.export takes a size of one for a constant."""
+    return tuple(torch.cat([x, x])[:2] if x.dim() and x.shape[0] < 2 else x for x in example)
+
+
 def _is_int8(captured: Captured) -> bool:
     return any(program.qdq is not None for _, program in _programs(captured))
 

@@ -88,6 +88,9 @@ def report(model: nn.Module) -> Report:
     Raises:
         ConfigError: The model is neither.
     """
+    if (stored := model.__dict__.get("_report")) is not None:  # of a model from a file, which has no float layers left
+        assert isinstance(stored, Report)
+        return stored
     preparation: Preparation | None = model.__dict__.get("_preparation")
     if preparation is None:
         raise ConfigError(f"{type(model).__name__} is neither prepared nor converted.")
