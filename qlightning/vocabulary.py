@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,22 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from qlightning.calls import (
+    ACTIVATION_FUNCTIONS,
+    ACTIVATION_MODULES,
+    ARITHMETIC,
+    LAYER_FUNCTIONS,
+    Elementwise,
+    argument,
+    elementwise,
+    function_name,
+    is_dtype,
+    is_known_origin,
+    operands,
+    torch_module,
+)
 from qlightning.fake_quantize import FakeQuantize
 from qlightning.nn.qat import has_forward_hooks, layer_type
-
-aten = torch.ops.aten
 
 # Called in one piece: what torch computes inside has no graph of its own, or runs in fused kernels on its own weights.
 OPAQUE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
@@ -53,82 +64,6 @@ class Op:
     shape: bool = False
     sequence: bool = False
 
-
-# What torch takes for its own names, as numpy calls them.
-_NUMPY_NAMES = {"dim": ("axis",), "keepdim": ("keepdims",), "input": ("x", "a", "x1"), "other": ("x2",)}
-
-
-def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, given by position or by keyword, under torch's name or numpy's."""
-    if len(node.args) > index:
-        return node.args[index]
-    names = (name, *_NUMPY_NAMES.get(name, ()))
-    return next((node.kwargs[n] for n in names if n in node.kwargs), default)
-
-
-def function_name(target: Any) -> str:
-    """The bare name of a function, a method or an ATen operator, without its overload and trailing underscores."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.partition("::")[2].rstrip("_")
-    return str(getattr(target, "__name__", target)).rstrip("_")
-
-
-# Elementwise calls: from module type, function name or method name to the ATen call they are.
-Elementwise = tuple[Any, tuple[Any, ...], dict[str, Any]]
-
-_ACTIVATION_MODULES: dict[type[nn.Module], Callable[[Any], Elementwise]] = {
-    nn.ReLU: lambda m: (aten.relu.default, (), {}),
-    nn.ReLU6: lambda m: (aten.hardtanh.default, (0.0, 6.0), {}),
-    nn.Hardtanh: lambda m: (aten.hardtanh.default, (float(m.min_val), float(m.max_val)), {}),
-    nn.LeakyReLU: lambda m: (aten.leaky_relu.default, (float(m.negative_slope),), {}),
-    nn.ELU: lambda m: (aten.elu.default, (float(m.alpha),), {}),
-    nn.Hardswish: lambda m: (aten.hardswish.default, (), {}),
-    nn.Hardsigmoid: lambda m: (aten.hardsigmoid.default, (), {}),
-    nn.SiLU: lambda m: (aten.silu.default, (), {}),
-    nn.GELU: lambda m: (aten.gelu.default, (), {"approximate": m.approximate}),
-    nn.Sigmoid: lambda m: (aten.sigmoid.default, (), {}),
-    nn.Tanh: lambda m: (aten.tanh.default, (), {}),
-}
-
-_ACTIVATION_FUNCTIONS: dict[str, Callable[[fx.Node], Elementwise]] = {
-    "relu": lambda n: (aten.relu.default, (), {}),
-    "relu6": lambda n: (aten.hardtanh.default, (0.0, 6.0), {}),
-    "hardtanh": lambda n: (
-        aten.hardtanh.default,
-        (float(argument(n, 1, "min_val", -1.0)), float(argument(n, 2, "max_val", 1.0))),
-        {},
-    ),
-    "leaky_relu": lambda n: (aten.leaky_relu.default, (float(argument(n, 1, "negative_slope", 0.01)),), {}),
-    "elu": lambda n: (aten.elu.default, (float(argument(n, 1, "alpha", 1.0)),), {}),
-    "hardswish": lambda n: (aten.hardswish.default, (), {}),
-    "hardsigmoid": lambda n: (aten.hardsigmoid.default, (), {}),
-    "silu": lambda n: (aten.silu.default, (), {}),
-    "gelu": lambda n: (aten.gelu.default, (), {"approximate": n.kwargs.get("approximate", "none")}),
-    "sigmoid": lambda n: (aten.sigmoid.default, (), {}),
-    "tanh": lambda n: (aten.tanh.default, (), {}),
-}
-
-_SCALAR_OPERATORS: dict[str, Any] = {
-    "add": aten.add.Scalar,
-    "sub": aten.sub.Scalar,
-    "mul": aten.mul.Scalar,
-    "div": aten.div.Scalar,
-}
-_ARITHMETIC = {
-    "add": "add",
-    "iadd": "add",
-    "sub": "sub",
-    "isub": "sub",
-    "mul": "mul",
-    "imul": "mul",
-    "multiply": "mul",
-    "subtract": "sub",
-    "div": "div",
-    "divide": "div",
-    "truediv": "div",
-    "itruediv": "div",
-    "rsub": "sub",
-}
 
 _POOL_MODULES = (
     nn.AvgPool1d,
@@ -242,27 +177,11 @@ class Vocabulary:
 
     def elementwise(self, node: fx.Node) -> Elementwise:
         """For a node of kind ACTIVATION: the ATen operator, its arguments behind the tensor, its keywords."""
-        module = self.module(node)
-        if module is not None:
-            return _ACTIVATION_MODULES[_known(module, _ACTIVATION_MODULES)](module)  # type: ignore[index]
-        if isinstance(node.target, torch._ops.OpOverload):
-            return node.target, node.args[1:], dict(node.kwargs)
-        name = function_name(node.target)
-        if name in _ACTIVATION_FUNCTIONS:
-            return _ACTIVATION_FUNCTIONS[name](node)
-        if name in ("clamp", "clip"):
-            return aten.hardtanh.default, (float(argument(node, 1, "min")), float(argument(node, 2, "max"))), {}
-        name = _ARITHMETIC[name]
-        left, right = _operands(node)
-        if isinstance(left, fx.Node):
-            return _SCALAR_OPERATORS[name], (right,), {}
-        if name == "sub":
-            return aten.rsub.Scalar, (left,), {}
-        return _SCALAR_OPERATORS[name], (left,), {}
+        return elementwise(node, self.module(node))
 
     def binary_name(self, node: fx.Node) -> str:
         """For a node of kind BINARY: "add" or "mul"."""
-        return _ARITHMETIC[function_name(node.target)]
+        return ARITHMETIC[function_name(node.target)]
 
     def computed_argument(self, node: fx.Node) -> str:
         """What of a layer that is called as a function the forward computes anew; empty where it can be int8."""
@@ -298,13 +217,13 @@ class Vocabulary:
             return Op(Kind.FLOAT, inputs, sequence=isinstance(module, OPAQUE))
         if layer_type(module) is not None and len(node.args) + len(node.kwargs) == 1:
             return Op(Kind.LAYER, inputs)
-        if _known(module, (_BatchNorm,)):
+        if torch_module(module, (_BatchNorm,)):
             return Op(Kind.BATCH_NORM, inputs)
-        if _known(module, _ACTIVATION_MODULES):
+        if torch_module(module, ACTIVATION_MODULES):
             return Op(Kind.ACTIVATION, inputs)
-        if _known(module, _POOL_MODULES):
+        if torch_module(module, _POOL_MODULES):
             return Op(Kind.POOL, inputs)
-        if _known(module, _SAME_MODULES) and self._keeps_grid(module):
+        if torch_module(module, _SAME_MODULES) and self._keeps_grid(module):
             return Op(Kind.SAME, inputs)
         return Op(Kind.FLOAT, inputs, sequence=isinstance(module, OPAQUE))
 
@@ -341,14 +260,14 @@ class Vocabulary:
                 return Op(parent.kind, inputs)
             picks_codes = isinstance(node.args[1], (int, slice, tuple, type(None), type(Ellipsis))) and len(inputs) == 1
             return Op(Kind.SAME if picks_codes else Kind.FLOAT, inputs)
-        if name in _ACTIVATION_FUNCTIONS and node.all_input_nodes == [argument(node, 0, "input")]:
+        if name in ACTIVATION_FUNCTIONS and node.all_input_nodes == [argument(node, 0, "input")]:
             return Op(Kind.ACTIVATION, inputs)
         if name in ("clamp", "clip") and all(
             isinstance(argument(node, i, k), (int, float)) for i, k in ((1, "min"), (2, "max"))
         ):
             return Op(Kind.ACTIVATION, inputs)
-        if name in _ARITHMETIC:
-            return self._classify_arithmetic(node, _ARITHMETIC[name], inputs)
+        if name in ARITHMETIC:
+            return self._classify_arithmetic(node, ARITHMETIC[name], inputs)
         if name in ("cat", "concat", "concatenate"):
             parts = argument(node, 0, "tensors")
             if isinstance(parts, (list, tuple)) and all(self.is_tensor(part) for part in parts):
@@ -373,7 +292,7 @@ class Vocabulary:
         return Op(Kind.FLOAT, inputs, sequence=name in ("topk", "sort", "max", "min") and takes_dim)
 
     def _classify_arithmetic(self, node: fx.Node, name: str, inputs: tuple[fx.Node, ...]) -> Op:
-        left, right = _operands(node)
+        left, right = operands(node)
         tensors = [value for value in (left, right) if self.is_tensor(value)]
         plain = node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("rounding_mode") is None
         if not plain or len(node.args) > 2:  # torch.add(x, 2, y): the factor of y by position
@@ -402,44 +321,3 @@ def is_dropout(node: fx.Node) -> bool:
 def has_effect(node: fx.Node) -> bool:
     """Whether a node of an eval graph is needed though nothing reads its result."""
     return node.op in ("placeholder", "output") or node.target is torch._assert
-
-
-def is_known_origin(target: Any) -> bool:
-    """Whether a function is torch's or Python's own; one of the user's may share its name and mean another thing."""
-    origin = getattr(target, "__module__", None) or "torch"
-    return origin.partition(".")[0] in ("torch", "_operator", "builtins") or function_name(target) == "stochastic_depth"
-
-
-def is_dtype(value: Any) -> bool:
-    """Whether an argument is a dtype, or a node that asks a tensor for its."""
-    if isinstance(value, fx.Node):
-        return function_name(value.target) == "getattr" and str(value.args[1]) == "dtype"
-    return isinstance(value, torch.dtype)
-
-
-def _operands(node: fx.Node) -> tuple[Any, Any]:
-    """The left and the right side of an arithmetic call."""
-    left, right = argument(node, 0, "input"), argument(node, 1, "other")
-    return (right, left) if function_name(node.target) == "rsub" else (left, right)
-
-
-def _known(module: nn.Module, table: Any) -> type[nn.Module] | None:
-    """The torch module of a table that a module computes as: the class itself, or a subclass with the same forward."""
-    for entry in table:
-        if isinstance(module, entry):
-            # That of torch's own: a private base (the paddings, BatchNorm) has its forward in its subclasses, too.
-            own: Any = next(cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn."))
-            same = type(module).forward is own.forward and "forward" not in vars(module)
-            return entry if same and issubclass(own, entry) else None
-    return None
-
-
-LAYER_FUNCTIONS: dict[str, type[nn.Module]] = {
-    "linear": nn.Linear,
-    "conv1d": nn.Conv1d,
-    "conv2d": nn.Conv2d,
-    "conv3d": nn.Conv3d,
-    "conv_transpose1d": nn.ConvTranspose1d,
-    "conv_transpose2d": nn.ConvTranspose2d,
-    "conv_transpose3d": nn.ConvTranspose3d,
-}

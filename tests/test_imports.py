@@ -21,6 +21,7 @@ LAYERS = (
     ("tensor_file",),
     ("fake_quantize", "qconfig"),
     ("nn",),
+    ("calls",),
     ("vocabulary",),
     ("backends",),
     ("graph", "functional"),

@@ -32,9 +32,10 @@ from qlightning.backends.qdq import (
     is_layer,
     layer_path,
 )
+from qlightning.calls import argument, function_name, is_known_origin
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.qscheme import QScheme
-from qlightning.vocabulary import Kind, Vocabulary, argument, function_name, has_effect, is_dropout, is_known_origin
+from qlightning.vocabulary import Kind, Vocabulary, has_effect, is_dropout
 
 _NEEDED = ("qconv_pointwise", "qconv2d_pointwise", "qconv_prepack", "qlinear_pointwise", "qlinear_prepack")
 

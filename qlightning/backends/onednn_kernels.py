@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qlightning.backends.qdq import QParams, ints
-from qlightning.vocabulary import argument, function_name
+from qlightning.calls import argument, function_name
 
 SUM_POST_OPS: tuple[tuple[str, list[float], str], ...] = (("none", [], ""), ("relu", [], ""))
 

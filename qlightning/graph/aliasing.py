@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
-from qlightning.vocabulary import Kind, Vocabulary, function_name, is_known_origin
+from qlightning.calls import function_name, is_known_origin
+from qlightning.vocabulary import Kind, Vocabulary
 
 _OPERATORS = frozenset(
     f"i{name}"

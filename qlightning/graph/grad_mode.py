@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from qlightning.vocabulary import Kind, Vocabulary, function_name
+from qlightning.calls import function_name
+from qlightning.vocabulary import Kind, Vocabulary
 
 _TENSORS = (Kind.LAYER, Kind.BATCH_NORM, Kind.ACTIVATION, Kind.BINARY, Kind.CAT, Kind.POOL, Kind.SAME)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qlightning.backends.qdq import free_name
+from qlightning.calls import LAYER_FUNCTIONS, argument
 from qlightning.fake_quantize import FakeQuantize, set_observers
 from qlightning.graph.bind import GRAPH_MODULES, Captured, Program
 from qlightning.graph.capture import module_device
@@ -19,7 +20,7 @@ from qlightning.graph.signature import CallSpec
 from qlightning.graph.tracing import trace
 from qlightning.nn.qat import build_weight_fake_quant, check_dtype
 from qlightning.qconfig import Mode, QConfig, Resolver
-from qlightning.vocabulary import LAYER_FUNCTIONS, Kind, Vocabulary, argument
+from qlightning.vocabulary import Kind, Vocabulary
 
 
 class GraphPreparer:

@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from qlightning.backends import Backend
+from qlightning.calls import LAYER_FUNCTIONS, function_name
 from qlightning.graph.bind import BoundModule
 from qlightning.graph.capture import CapturedRoot
 from qlightning.graph.failure import TraceFailure
 from qlightning.graph.tracing import has_layers
 from qlightning.nn.qat import QATLayer, has_forward_hooks, layer_type
 from qlightning.qconfig import Mode, QConfig, Resolver
-from qlightning.vocabulary import LAYER_FUNCTIONS, Vocabulary, function_name
+from qlightning.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

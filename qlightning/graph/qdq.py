@@ -21,13 +21,14 @@ from qlightning.backends.qdq import (
     free_name,
     ints,
 )
+from qlightning.calls import LAYER_FUNCTIONS, argument, function_name
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qlightning.graph.bind import GRAPH_MODULES
 from qlightning.graph.fold import quantized_layer
 from qlightning.graph.patterns import can_fold, only_user, source_of
 from qlightning.nn.qat import QATLayer, layer_type
 from qlightning.nn.quantized import QuantizedLayer, dequantized_weight
-from qlightning.vocabulary import LAYER_FUNCTIONS, Kind, Vocabulary, argument, function_name, has_effect, is_dropout
+from qlightning.vocabulary import Kind, Vocabulary, has_effect, is_dropout
 
 
 class Place(Protocol):
