@@ -135,7 +135,8 @@ class Tracer(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         if node.target in (operator.setitem, "__setitem__"):
             raise ValueError("forward assigns to elements of a tensor, which a graph would not repeat")
-        node.meta["owner"] = next(reversed(self.module_stack), "") if self.module_stack else ""
+        # The keys of the stack number the calls of a module, the values are (path, type).
+        node.meta["owner"] = next(reversed(self.module_stack.values()))[0] if self.module_stack else ""
         if not torch.is_grad_enabled() and node.op not in ("placeholder", "get_attr", "output"):
             node.meta["no_grad"] = True
         return node

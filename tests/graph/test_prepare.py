@@ -412,3 +412,26 @@ class TestSettings:
         train(net)
         int8 = convert(net)
         assert int8.fc.weight().int_repr().abs().max() <= 7
+
+
+def test_an_override_of_a_block_that_is_called_twice_holds_for_each_call() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool = nn.AvgPool2d(3, 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.pool(x)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.last = Block(), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.block(self.block(x)))
+
+    coarse = QConfig(activation=QScheme(bits=4, signed=False))
+    prepared = prepare(Two(), QConfig(overrides={"block": coarse}), backend="reference")
+    bits = [fq.scheme.bits for _, fq in fake_quantizers(prepared) if fq.name in ("block.add", "block.add_1")]
+    assert bits == [4, 4]
