@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Op:
 
     Attributes:
         kind: See Kind.
-        inputs: The nodes of the tensors it computes on; for a layer, its activation alone.
+        inputs: The nodes of the tensors it computes on, behind any Identity; for a layer, its activation alone.
         shape: For OTHER: whether it asks for what a tensor and its codes have in common.
         sequence: Whether the result is a sequence of tensors.
     """
@@ -162,7 +162,8 @@ class Vocabulary:
         self._root = root
         self._ops: dict[fx.Node, Op] = {}
         for node in graph.nodes:
-            self._ops[node] = self._classify(node)
+            op = self._classify(node)
+            self._ops[node] = replace(op, inputs=tuple(self._passed_by_identities(value) for value in op.inputs))
 
     def __getitem__(self, node: fx.Node) -> Op:
         return self._ops[node]
@@ -174,6 +175,10 @@ class Vocabulary:
     def is_tensor(self, value: Any) -> bool:
         """Whether an argument is, as far as can be told, a tensor."""
         return isinstance(value, fx.Node) and self._ops[value].kind not in (Kind.OTHER, Kind.NUMBER)
+
+    def is_identity(self, node: fx.Node) -> bool:
+        """Whether a node calls a module that hands its input on, and nothing else."""
+        return self._ops[node].kind is Kind.SAME and isinstance(self.module(node), nn.Identity)
 
     def elementwise(self, node: fx.Node) -> Elementwise:
         """For a node of kind ACTIVATION: the ATen operator, its arguments behind the tensor, its keywords."""
@@ -193,6 +198,9 @@ class Vocabulary:
                 return name
         known = {argument(node, index, name) for index, name in ((0, "input"), (1, "weight"), (2, "bias"))}
         return "geometry" if set(node.all_input_nodes) - known else ""
+
+    def _passed_by_identities(self, value: fx.Node) -> fx.Node:
+        return self._ops[value].inputs[0] if self.is_identity(value) else value
 
     def _classify(self, node: fx.Node) -> Op:
         if node.op == "placeholder" or node.op == "get_attr":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -161,8 +161,16 @@ def _open_for_sum(
 
 def only_user(node: fx.Node, ops: Vocabulary) -> fx.Node | None:
     """The one node that computes on a value; None where there are several. Asking for its size does not count."""
-    users = [user for user in node.users if ops[user].kind is not Kind.OTHER]
+    users = list(_users(node, ops))
     return users[0] if len(users) == 1 and users[0].op != "output" else None
+
+
+def _users(node: fx.Node, ops: Vocabulary) -> Iterator[fx.Node]:
+    for user in node.users:
+        if ops.is_identity(user):
+            yield from _users(user, ops)
+        elif ops[user].kind is not Kind.OTHER:
+            yield user
 
 
 def can_fold(node: fx.Node, ops: Vocabulary) -> bool:

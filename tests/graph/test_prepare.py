@@ -435,3 +435,38 @@ def test_an_override_of_a_block_that_is_called_twice_holds_for_each_call() -> No
     prepared = prepare(Two(), QConfig(overrides={"block": coarse}), backend="reference")
     bits = [fq.scheme.bits for _, fq in fake_quantizers(prepared) if fq.name in ("block.add", "block.add_1")]
     assert bits == [4, 4]
+
+
+@torch.no_grad()
+def test_identities_change_neither_grids_nor_blocks() -> None:
+    class Residual(nn.Module):
+        def __init__(self, between: nn.Module) -> None:
+            super().__init__()
+            self.conv, self.bn, self.last = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)
+            self.between = between
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.between(self.bn(self.between(self.conv(self.between(x)))))
+            return self.last(self.between(self.between(self.between(y) + x).relu()))
+
+    x = torch.randn(2, 3, 4, 4)
+    found = {}
+    for between in (nn.Identity(), nn.Sequential()):
+        torch.manual_seed(0)
+        prepared = calibrate(prepare(Residual(between).eval(), mode="ptq"), [x])
+        grids = {name: fq.scale.tolist() for name, fq in fake_quantizers(prepared)}
+        found[type(between)] = grids, convert(prepared)(x)
+    (grids, result), (plain_grids, plain_result) = found[nn.Identity], found[nn.Sequential]
+    assert grids == plain_grids
+    assert torch.equal(result, plain_result)
+
+
+@torch.no_grad()
+def test_an_identity_with_a_hook_is_called() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Identity(), nn.ReLU(), nn.Conv2d(3, 3, 1)).eval()
+    net[1].register_forward_hook(lambda module, args, output: output - 1)
+    x = torch.randn(2, 3, 4, 4)
+    expected = net(x)
+    prepared = calibrate(prepare(net, mode="ptq"), [x])
+    assert sqnr(expected, prepared(x)) > 20
+    assert sqnr(expected, convert(prepared)(x)) > 20
