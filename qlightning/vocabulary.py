@@ -25,6 +25,7 @@ from qlightning.calls import (
     torch_module,
 )
 from qlightning.fake_quantize import FakeQuantize
+from qlightning.nn.float_functional import matmul
 from qlightning.nn.qat import has_forward_hooks, layer_type
 
 # Called in one piece: what torch computes inside has no graph of its own, or runs in fused kernels on its own weights.
@@ -38,6 +39,7 @@ class Kind(enum.Enum):
     BATCH_NORM = "batch norm"  # folds into the layer before it
     ACTIVATION = "activation"  # elementwise, of one tensor
     BINARY = "binary"  # add or mul of two tensors
+    MATMUL = "matmul"  # matrix product of two activations that FloatFunctional asks for
     CAT = "cat"  # puts tensors side by side
     POOL = "pool"  # averages
     SAME = "same"  # moves, repeats or picks values: the grid stays
@@ -245,6 +247,8 @@ class Vocabulary:
 
     def _classify_call(self, node: fx.Node, name: str, inputs: tuple[fx.Node, ...]) -> Op:
         first = inputs[0]
+        if node.target is matmul:
+            return Op(Kind.MATMUL, (argument(node, 0, "x"), argument(node, 1, "y")))
         if node.op == "call_function" and not is_known_origin(node.target):
             return Op(Kind.FLOAT, inputs)
         if name in ("getattr", "__getattr__"):

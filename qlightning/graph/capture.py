@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from qlightning.errors import ConfigError
+from qlightning.graph.eager import check_not_quantized
 from qlightning.graph.failure import TraceError, TraceFailure, source_of
 from qlightning.graph.reads import Read
 from qlightning.graph.signature import CallSpec, describe_call, expected_calls, signature_of
@@ -51,11 +52,13 @@ def capture(model: nn.Module, stays_float: Callable[[str], bool]) -> Capture:
         stays_float: Whether the module of a name is excluded, with all below it.
 
     Raises:
-        ConfigError: A module is compiled or wrapped, which comes after prepare.
+        ConfigError: A module is compiled or wrapped, which comes after prepare; or torch.ao has quantized it.
     """
     found = Capture()
     for name, module in model.named_modules():
         _check_not_wrapped(name, module)
+        if not stays_float(name):
+            check_not_quantized(name, module)
     _capture(model, "", stays_float, found)
     return found
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from qlightning.calls import function_name
 from qlightning.vocabulary import Kind, Vocabulary
 
-_TENSORS = (Kind.LAYER, Kind.BATCH_NORM, Kind.ACTIVATION, Kind.BINARY, Kind.CAT, Kind.POOL, Kind.SAME)
+_TENSORS = (Kind.LAYER, Kind.BATCH_NORM, Kind.ACTIVATION, Kind.BINARY, Kind.MATMUL, Kind.CAT, Kind.POOL, Kind.SAME)
 
 
 def without_gradient(value: Any) -> Any:

@@ -55,9 +55,13 @@ class GraphPreparer:
         floats = {
             node
             for node in graph.nodes
-            if node.op == "call_module" and self._resolver.resolve(self._full(str(node.target)))[0] is None
+            if self._is_excluded(node.meta.get("owner", ""))  # of a FloatFunctional, which is looked into nevertheless
+            or (node.op == "call_module" and self._is_excluded(str(node.target)))
         }
         return plan(graph, ops, lambda node: self.qconfig_of(node, ops) is not None, floats), ops
+
+    def _is_excluded(self, name: str) -> bool:
+        return self._resolver.resolve(self._full(name))[0] is None
 
     def qconfig_of(self, layer: fx.Node, ops: Vocabulary) -> QConfig | None:
         """The settings of a layer's node; None where it stays float."""

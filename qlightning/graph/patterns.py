@@ -9,7 +9,9 @@ from torch import fx
 
 from qlightning.vocabulary import Kind, Vocabulary
 
-_COMPUTES_INT8 = frozenset({Kind.LAYER, Kind.ACTIVATION, Kind.BINARY, Kind.CAT, Kind.POOL, Kind.FAKE_QUANT})
+_COMPUTES_INT8 = frozenset(
+    {Kind.LAYER, Kind.ACTIVATION, Kind.BINARY, Kind.MATMUL, Kind.CAT, Kind.POOL, Kind.FAKE_QUANT}
+)
 
 
 @dataclass
@@ -17,7 +19,7 @@ class Block:
     """Calls that compute in full precision and round once, at the end.
 
     Attributes:
-        head: The layer, or the add, mul, activation, pooling or cat that stands alone.
+        head: The layer, or the add, mul, matmul, activation, pooling or cat that stands alone.
         bn: The BatchNorm that folds into the layer.
         add: The sum that takes the layer's result in, unrounded.
         residual: The other operand of that sum.
@@ -53,8 +55,9 @@ def plan(
 ) -> Plan:
     """Finds the blocks of a graph and the values that need a grid.
 
-    A value needs one where an int8 layer computes on it, or a call that can run on codes and whose own result needs
-    one. Moves (reshape, max pooling, ...) keep the grid of what they move, so the grid stands at its source.
+    A value needs one where an int8 layer or a matmul of a FloatFunctional computes on it, or a call that can run on
+    codes and whose own result needs one. Moves (reshape, max pooling, ...) keep the grid of what they move, so the grid
+    stands at its source.
 
     Args:
         graph: A traced graph, without fake-quantizers.
@@ -80,6 +83,9 @@ def plan(
             want(ops[block.head].inputs[0], block.head)
             if block.residual is not None and node in wanted:
                 want(block.residual, block.head)
+        elif block is not None and ops[block.head].kind is Kind.MATMUL:
+            for value in ops[block.head].inputs:
+                want(value, block.head)
         elif node in wanted and kind is Kind.SAME:
             want(ops[node].inputs[0], wanted[node])
         elif node in wanted and block is not None and ops[block.head].kind is not Kind.CAT:
@@ -121,7 +127,7 @@ def _blocks(
         blocks[bn or node] = Block(head=node, output=bn or node, bn=bn)
     for node in graph.nodes:
         kind = ops[node].kind
-        if node in floats or kind not in (Kind.BINARY, Kind.ACTIVATION, Kind.POOL, Kind.CAT):
+        if node in floats or kind not in (Kind.BINARY, Kind.MATMUL, Kind.ACTIVATION, Kind.POOL, Kind.CAT):
             continue
         if kind is Kind.ACTIVATION and (block := _open_for_activation(node, blocks, ops)) is not None:
             block.activation = node

@@ -103,6 +103,8 @@ class GraphConversion:
         if kind is Kind.BINARY:
             target = aten.add.Tensor if self._ops.binary_name(node) == "add" else aten.mul.Tensor
             return self._new.call_function(target, tuple(self._values[n] for n in self._ops[node].inputs))
+        if kind is Kind.MATMUL:
+            return self._new.call_function(aten.matmul.default, tuple(self._values[n] for n in self._ops[node].inputs))
         if self._does_nothing(node):
             return self._values[self._ops[node].inputs[0]]
         if node.op == "get_attr":

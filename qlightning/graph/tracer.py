@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import CheckpointFunction
 
 from qlightning.fake_quantize import FakeQuantize
+from qlightning.graph.eager import is_eager
 from qlightning.graph.failure import TraceError, failure_of
-from qlightning.nn.qat import QATLayer
+from qlightning.nn.float_functional import FloatFunctional
+from qlightning.nn.qat import QATLayer, has_forward_hooks
 from qlightning.vocabulary import OPAQUE, Kind, Vocabulary
 
 
@@ -85,7 +87,13 @@ class Tracer(fx.Tracer):
         return symbol
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._leaves or isinstance(m, (*OPAQUE, QATLayer, FakeQuantize)):
+        if isinstance(m, FloatFunctional) and not has_forward_hooks(m):
+            return False  # an excluded one has no grid, but torch.ao's cannot be called in one piece
+        if module_qualified_name in self._leaves or isinstance(m, (QATLayer, FakeQuantize)):
+            return True
+        if is_eager(m):
+            return False
+        if isinstance(m, OPAQUE):
             return True
         # Under sync_batchnorm, Lightning leaves a class of its own in the place of torch's (plugins/layer_sync.py).
         if isinstance(m, _BatchNorm) and type(m).forward is _BatchNorm.forward:
@@ -165,7 +173,9 @@ class Tracer(fx.Tracer):
         return _class_of(node, self._values, Vocabulary(self.graph, self.root)) in (None, Tensor, nn.Parameter)
 
 
-_COMPUTES = frozenset({Kind.LAYER, Kind.BATCH_NORM, Kind.ACTIVATION, Kind.BINARY, Kind.CAT, Kind.POOL, Kind.SAME})
+_COMPUTES = frozenset(
+    {Kind.LAYER, Kind.BATCH_NORM, Kind.ACTIVATION, Kind.BINARY, Kind.MATMUL, Kind.CAT, Kind.POOL, Kind.SAME}
+)
 _FACTS: dict[str, type] = {"shape": torch.Size, "dtype": torch.dtype, "device": torch.device, "ndim": int}
 _COUNTS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "stride", "get_device"})
 

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from qlightning.graph.aliasing import may_write, mutates, read_after_write, writes_to_inputs
 from qlightning.graph.bind import GRAPH_MODULES
+from qlightning.graph.eager import functionals_as_own, is_eager
 from qlightning.graph.effects import Generators, Snapshot
 from qlightning.graph.failure import TraceError, TraceFailure, failure_of, source_of
 from qlightning.graph.grad_mode import detach_regions
@@ -48,6 +49,7 @@ def trace(
     for m, mode in modes:
         m.training = mode if training is None else training
     prepared = _as_before_prepare(module, leaves)
+    functionals = functionals_as_own(module)
     before, generators = Snapshot(module), Generators(module)
     tracer = Tracer(leaves, spec.value_names)
     reads: list[Read] = []
@@ -66,6 +68,8 @@ def trace(
         module.__class__ = own_class
         written = before.restore()
         drawn = generators.restore()
+        for m, cls in functionals:
+            m.__class__ = cls
         for m, cls, children in prepared:
             m.__class__ = cls
             m._modules.clear()
@@ -137,7 +141,7 @@ def _keeps(node: fx.Node) -> bool:
 
 def has_layers(module: nn.Module) -> bool:
     """Whether a module is, or holds, a layer that can be quantized (attention and recurrent modules aside)."""
-    if isinstance(module, OPAQUE):
+    if isinstance(module, OPAQUE) and not is_eager(module):
         return False
     return layer_type(module) is not None or any(has_layers(child) for child in module.children())
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.ao.nn.quantized
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from qlightning.nn import FloatFunctional
 
 WIDTH, SIZE = 4, 8
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -485,4 +488,38 @@ def _moves() -> list[Case]:
     ]
 
 
-CASES = [*_layers(), *_batch_norms(), *_activations(), *_arithmetic(), *_cats(), *_pools(), *_moves()]
+def _functionals() -> list[Case]:
+    functions: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
+        "add": (lambda m, x: m.f.add(m.conv(x), x), 4),
+        "add, relu": (lambda m, x: m.f.add(m.pool(x), x).relu(), 4),
+        "add_relu": (lambda m, x: m.f.add_relu(m.conv(x), x), 4),
+        "add_relu of pool": (lambda m, x: m.f.add_relu(m.pool(x), x), 4),
+        "mul": (lambda m, x: m.f.mul(x, m.pool(x).sigmoid()), 4),
+        "cat": (lambda m, x: m.f.cat([x, m.conv(x)], dim=1), 8),
+        "add_scalar": (lambda m, x: m.f.add_scalar(x, 1.5), 4),
+        "mul_scalar": (lambda m, x: m.f.mul_scalar(m.conv(x), -0.3), 4),
+        "matmul": (lambda m, x: m.f.matmul(x, m.conv(x).transpose(-1, -2)), 4),
+        "matmul, scaled": (lambda m, x: m.f.mul_scalar(m.f.matmul(x, x.transpose(-1, -2)), 0.2).relu(), 4),
+        "matmul of softmax": (lambda m, x: m.f.matmul(m.f.matmul(x, m.pool(x)).softmax(-1), x), 4),
+    }
+    return [
+        Case(
+            f"{kind} FloatFunctional {name}",
+            lambda f=function, k=cls: Op(f, f=k(), **_named_in(f)),
+            channels=channels,
+        )
+        for name, (function, channels) in functions.items()
+        for kind, cls in (("own", FloatFunctional), ("torch.ao", torch.ao.nn.quantized.FloatFunctional))
+    ]
+
+
+CASES = [
+    *_layers(),
+    *_batch_norms(),
+    *_activations(),
+    *_arithmetic(),
+    *_cats(),
+    *_pools(),
+    *_moves(),
+    *_functionals(),
+]
