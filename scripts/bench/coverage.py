@@ -46,6 +46,16 @@ NETS = (
     "resnext50_32x4d",
     "vit_b_16",
     "swin_t",
+    # Those of torchvision.models.quantization, in float: written for PyTorch's eager-mode quantization.
+    "quantized_resnet18",
+    "quantized_resnet50",
+    "quantized_resnext101_32x8d",
+    "quantized_mobilenet_v2",
+    "quantized_mobilenet_v3_large",
+    "quantized_googlenet",
+    "quantized_inception_v3",
+    "quantized_shufflenet_v2_x0_5",
+    "quantized_shufflenet_v2_x1_0",
 )
 REQUIRED_DB = 30.0
 REQUIRED_SECONDS = {"resnet50": 3.0, "mobilenet_v2": 3.0}
@@ -56,13 +66,16 @@ IN_ATTENTION = {"vit_b_16": "MultiheadAttention", "swin_t": "shifted_window_atte
 def build(name: str, batch: int) -> tuple[nn.Module, list[Tensor]]:
     """A net with random weights and warm BatchNorm statistics, and three batches."""
     torch.manual_seed(0)
-    options = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    plain = name.removeprefix("quantized_")
+    options = {"init_weights": True} if plain in ("googlenet", "inception_v3") else {}
+    if plain != name:
+        options["quantize"] = False
     net = torchvision.models.get_model(name, weights=None, **options)
     for module in net.modules():
         # torchvision starts some heads at zero, whose output says nothing.
         if isinstance(module, nn.Linear) and not bool(module.weight.any()):
             nn.init.normal_(module.weight, std=0.02)
-    size = 299 if name == "inception_v3" else 224
+    size = 299 if plain == "inception_v3" else 224
     batches = [torch.randn(batch, 3, size, size) for _ in range(3)]
     net.train()
     with torch.no_grad():
@@ -149,7 +162,7 @@ def main() -> int:
         f"batch {options.batch}, CPU capability {torch.backends.cpu.get_cpu_capability()}"
     )
     print(
-        f"{'net':20} {'mode':4} {'layers':>6} {'int8':>5} {'prepare s':>9} {'convert s':>9} {'dB to fake-quant':>16} "
+        f"{'net':28} {'mode':4} {'layers':>6} {'int8':>5} {'prepare s':>9} {'convert s':>9} {'dB to fake-quant':>16} "
         f"{'dB to float':>11}"
     )
     rows = []
@@ -158,7 +171,7 @@ def main() -> int:
             row = measure(name, mode, options.batch)
             rows.append(row)
             print(
-                f"{name:20} {mode:4} {row['layers']:6} {row['int8']:5} {row['prepare_s']:9.2f} {row['convert_s']:9.2f} "
+                f"{name:28} {mode:4} {row['layers']:6} {row['int8']:5} {row['prepare_s']:9.2f} {row['convert_s']:9.2f} "
                 f"{row['sqnr_fake_quant']:16.1f} {row['sqnr_float']:11.1f}  "
                 f"{'ok' if row['passed'] else 'FAILED'}"
                 f"{', ' + str(row['in_attention']) + ' inside attention' if row['in_attention'] else ''}",
