@@ -26,7 +26,7 @@ from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverag
 
 BACKENDS = [name for name in ("onednn", "reference") if name in available()]
 REQUIRED_DB = 30.0
-QUICK = ("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5")
+QUICK = {"resnet18": "qat", "mobilenet_v2": "ptq", "shufflenet_v2_x0_5": "qat"}  # the other mode with the slow ones
 SLOW = (
     "resnet50",
     "resnext101_32x8d",
@@ -90,8 +90,14 @@ def assert_int8(found: Report) -> None:
     assert found.int8_layers
 
 
-@pytest.mark.parametrize("mode", ["qat", "ptq"])
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name, mode",
+    [
+        pytest.param(name, mode, marks=[pytest.mark.slow] if QUICK.get(name) != mode else [])
+        for name in (*QUICK, *SLOW)
+        for mode in ("qat", "ptq")
+    ],
+)
 def test_torchvisions_quantizable_nets_as_they_are(name: str, mode: str) -> None:
     net, batches = build(name, 64 if name in QUICK else 299 if name == "inception_v3" else 224)
     float_keys, float_types = set(net.state_dict()), {n: type(m) for n, m in net.named_modules()}
