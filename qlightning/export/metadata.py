@@ -24,6 +24,22 @@ MAX_LENGTH = 2**24
 """Characters of JSON that are read at most: some hundred times what a net of a thousand layers has."""
 
 
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
+"""The dtypes that tensors in files may have."""
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """The dtype of a name that a file gives.
+
+    Raises:
+        ValueError: It is none that tensors in files have.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
 @dataclass(frozen=True)
 class InputSpec:
     """One input of a model.
@@ -223,8 +239,10 @@ def _checked(found: dict[str, Any]) -> dict[str, Any]:
         InputSpec(str(i["name"]), tuple(map(int, i["shape"])), str(i["dtype"]), tuple(map(int, i["example"])))
         for i in found["inputs"]
     )
-    if any(not spec.name.isidentifier() or len(spec.shape) != len(spec.example) for spec in inputs):
-        raise ValueError("an input is none")
+    for spec in inputs:
+        dtype_of(spec.dtype)
+        if not spec.name.isidentifier() or len(spec.shape) != len(spec.example):
+            raise ValueError(f"the input {spec.name!r} is none")
     layers = tuple(
         LayerSpec(str(r["name"]), str(r["kind"]), bool(r["int8"]), str(r["scheme"]), str(r["reason"]))
         for r in found["layers"]

@@ -22,7 +22,7 @@ from qlightning.backends.qdq import DEQUANTIZE_PER_CHANNEL, QUANTIZE, QParams, l
 from qlightning.errors import ArtifactError, BackendError
 from qlightning.export.archive import Archive
 from qlightning.export.graph_json import decode, encode
-from qlightning.export.metadata import Metadata, collect
+from qlightning.export.metadata import Metadata, collect, dtype_of
 from qlightning.files import written_whole
 from qlightning.graph.bind import Captured, Program, bind
 from qlightning.graph.convert import ConvertedModule, stays_in_eval
@@ -35,7 +35,6 @@ from qlightning.qscheme import QScheme
 
 _METADATA, _GRAPH = "qlightning.json", "qlightning.graph.json"
 _PARTS = ("codes", "scale", "zero_point", "bias")
-_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
 
 
 def save_pt2(
@@ -211,7 +210,7 @@ def _contents(archive: Archive) -> tuple[Metadata, dict[str, Any]]:
 
 def _tensor(archive: Archive, name: str, place: Any) -> Tensor:
     try:
-        member, dtype = str(place["member"]), _dtype(place["dtype"])
+        member, dtype = str(place["member"]), dtype_of(place["dtype"])
         shape, stride = ([int(size) for size in place[key]] for key in ("shape", "stride"))
         numel = math.prod(shape)
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -223,13 +222,6 @@ def _tensor(archive: Archive, name: str, place: Any) -> Tensor:
     if not content:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, stride)
-
-
-def _dtype(name: Any) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(f"dtype {name!r}")
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 def _tree(tensors: dict[str, Tensor], layers: dict[str, Any], where: str) -> nn.Module:
@@ -353,7 +345,7 @@ def _bound(root: nn.Module, graph: fx.Graph, facts: Metadata, backend: Backend) 
     spec, _ = describe_call(inspect.signature(root.forward), tuple(torch.empty(0) for _ in names), {})
     captured = Captured(cls, None)
     program = Program(backend.lower(graph, root), (), graph)
-    program.example = tuple((spec.example, _dtype(spec.dtype)) for spec in facts.inputs)
+    program.example = tuple((spec.example, dtype_of(spec.dtype)) for spec in facts.inputs)
     captured.add(spec, False, program)
     captured.add(spec, True, program)
     bind(root, captured, ConvertedModule, train=stays_in_eval)
