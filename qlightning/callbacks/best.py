@@ -31,15 +31,20 @@ def check_monitored(trainer: Any) -> None:
         )
 
 
-def load_best(trainer: Any, pl_module: nn.Module) -> None:
-    """Loads the best checkpoint of the training into the LightningModule; where none was written, it stays as it is."""
+def load_best(trainer: Any, pl_module: nn.Module) -> str:
+    """Loads the best checkpoint of the training into the LightningModule; where none was written, it stays as it is.
+
+    Returns:
+        The path of the checkpoint, or "".
+    """
     path = next((callback.best_model_path for callback in _monitoring(trainer) if callback.best_model_path), "")
     if not path:
         rank_zero_warn("No checkpoint was written, so the best weights are not known: the last ones are converted.")
-        return
+        return ""
     checkpoint = torch.load(path, map_location=pl_module.device, weights_only=True)  # type: ignore[arg-type]
     pl_module.load_state_dict(checkpoint["state_dict"], strict=pl_module.strict_loading)  # type: ignore[arg-type]
     rank_zero_info(f"Converting the weights of {path}.")
+    return str(path)
 
 
 def _monitoring(trainer: Any) -> list[Any]:

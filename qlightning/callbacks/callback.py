@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from qlightning.backends import Backend, resolve_backend
+from qlightning.callbacks.artifacts import checked_paths, write
 from qlightning.callbacks.base import QuantizingCallback
 from qlightning.callbacks.placement import int8_modules, place_int8
 from qlightning.callbacks.preparation import Preparation, adopt_targets, cancel_after_configure_model, prepare_targets
@@ -32,6 +34,7 @@ class QuantizationCallback(QuantizingCallback):
     Attributes:
         prepared: The prepared modules by name; the name is ``""`` where it is the LightningModule's own forward.
         int8_modules: The int8 modules by the same names, once there are any.
+        saved: The files that the last fit has left.
         report: What runs in int8, what in float and why; None until something was prepared.
     """
 
@@ -43,8 +46,11 @@ class QuantizationCallback(QuantizingCallback):
         backend: str | Backend,
         modules: Iterable[str] | None,
         exclude: Iterable[Pattern],
+        save: str | Path | Iterable[str | Path] = (),
     ) -> None:
         super().__init__()
+        self.save = checked_paths(save)
+        self.saved: list[Path] = []
         if qconfig is not None and not isinstance(qconfig, QConfig):
             raise ConfigError(f"qconfig={qconfig!r}: a qlightning.QConfig or None is needed.")
         self.qconfig = (qconfig or QConfig()).excluding(_patterns(exclude, "exclude"))
@@ -143,12 +149,18 @@ class QuantizationCallback(QuantizingCallback):
             "The training ran in processes of its own: the int8 model goes to the LightningModule of the process that "
             "started them, but int8_model and report of the callback stay behind. strategy='ddp' keeps them."
         )
+        if self.save:
+            rank_zero_warn(f"{', '.join(self.save)} was not written: qlightning.save() the int8 model there.")
 
     def _convert(self, pl_module: nn.Module) -> None:
         show_forward(pl_module)
         self.int8_modules = place_int8(pl_module, self.prepared, self.backend)
         self._converted = pl_module
         self.report = self._report(self.int8_modules)
+
+    def _save(self, trainer: Any, source: str = "") -> None:
+        """Writes the files that are asked for."""
+        self.saved = write(trainer, self.int8_modules, self.save, source)
 
     def _undo(self, pl_module: nn.Module) -> None:
         self.int8_modules = self._preparation.undo(pl_module, self.backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class PostTrainingQuantization(QuantizationCallback):
         calibration_batches: At most so many batches, whatever limits the Trainer has; None: all there are.
         calibration_fn: Called with the LightningModule and a batch, it passes the batch to the nets; for batches that
             no step takes.
+        save: Files to write the int8 net to once it is calibrated: ``"net.pt2"``, ``["net.pt2", "net.onnx"]``, below
+            the Trainer's ``default_root_dir``; with the metrics of a fit inside.
 
     Attributes:
         int8_model: The int8 net; a dict by name where there are several, None before the calibration.
@@ -67,8 +70,9 @@ class PostTrainingQuantization(QuantizationCallback):
         calibration_data: Any = None,
         calibration_batches: int | None = 32,
         calibration_fn: CalibrationFn | None = None,
+        save: str | Path | Iterable[str | Path] = (),
     ) -> None:
-        super().__init__(qconfig, backend, modules, exclude)
+        super().__init__(qconfig, backend, modules, exclude, save)
         is_count = isinstance(calibration_batches, int) and not isinstance(calibration_batches, bool)
         if calibration_batches is not None and not (is_count and calibration_batches > 0):
             raise ConfigError(
@@ -131,6 +135,7 @@ class PostTrainingQuantization(QuantizationCallback):
                     self._adopt(pl_module)
                 restore_prepared(pl_module, self.modules)
                 self._convert(pl_module)
+                self._save(trainer)
             else:
                 self._calibrate(trainer, pl_module)
 
@@ -160,8 +165,9 @@ class PostTrainingQuantization(QuantizationCallback):
                 raise CalibrationError(unobserved_message(pl_module, self.prepared))
             if trainer.state.fn == "fit" and is_spawned(trainer):
                 self._hand_back()
-            else:
-                self._convert(pl_module)
+                return
+            self._convert(pl_module)
         except BaseException:
             self._undo(pl_module)
             raise
+        self._save(trainer)

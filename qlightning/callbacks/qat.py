@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -72,6 +73,8 @@ class QuantizationAwareTraining(QuantizationCallback):
         compile: Runs the graphs of the nets by ``torch.compile``, from the second training batch to the end of fit.
             They compile anew at each of the three points above, once. NaN and infinity are then found at the end of a
             step, after the optimizer.
+        save: Files to write the int8 net to at fit end: ``"net.pt2"``, ``["net.pt2", "net.onnx"]``, below the Trainer's
+            ``default_root_dir``; with the metrics of the fit inside.
 
     Attributes:
         int8_model: The int8 net after fit; a dict by name where there are several.
@@ -99,8 +102,11 @@ class QuantizationAwareTraining(QuantizationCallback):
         validate_int8: bool | int = False,
         reestimate_bn: int = 0,
         compile: bool = False,  # noqa: A002  torch's name
+        save: str | Path | Iterable[str | Path] = (),
     ) -> None:
-        super().__init__(qconfig, backend, modules, exclude)
+        super().__init__(qconfig, backend, modules, exclude, save)
+        if self.save and not convert:
+            raise ConfigError(f"save={self.save!r} with convert=False: there is no int8 model to save.")
         if not isinstance(convert, bool) and convert not in ("best", "last"):
             raise ConfigError(f"convert={convert!r}: 'best', 'last', True (the last) or False is possible.")
         if not isinstance(validate_int8, int) or validate_int8 < 0:
@@ -308,8 +314,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             for module in self.prepared.values():
                 regrid(module, weights=swa)
         sync_buffers(trainer, self.prepared)
-        if self.convert == "best":
-            load_best(trainer, pl_module)
+        source = load_best(trainer, pl_module) if self.convert == "best" else ""
         if self.reestimate_bn:
             batches = calibration_batches(trainer, pl_module, None)
             reestimate_batchnorm(trainer, pl_module, self.prepared, batches, self.reestimate_bn)
@@ -318,6 +323,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         elif self.convert:
             self._convert(pl_module)
             let_prune(trainer)
+            self._save(trainer, source)
 
     def _warn_frozen(self) -> None:
         """Says which nets are quantized though nothing in them is trained: teachers, losses that are nets."""

@@ -14,9 +14,11 @@ from qlightning.export.metadata import Metadata
 from qlightning.export.onnx import save_onnx
 from qlightning.export.pt2 import load_pt2, metadata_of, save_pt2
 
-__all__ = ["Metadata", "load", "metadata_of", "save", "save_onnx", "save_pt2"]
+__all__ = ["SUFFIXES", "Metadata", "load", "metadata_of", "save", "save_onnx", "save_pt2"]
 
 _SAVERS = {".pt2": save_pt2, ".onnx": save_onnx}
+SUFFIXES = tuple(_SAVERS)
+"""The kinds of files that :func:`save` writes."""
 
 
 def save(

@@ -1,0 +1,57 @@
+"""The files that a callback leaves: int8 models, written once a fit has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+
+from qlightning.errors import ConfigError
+from qlightning.export import SUFFIXES
+from qlightning.export import save as save_model
+
+
+def checked_paths(paths: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
+    """The files that a callback is asked for.
+
+    Raises:
+        ConfigError: One has a suffix that no kind of file has.
+    """
+    listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    for path in listed:
+        if not isinstance(path, (str, Path)) or Path(path).suffix not in SUFFIXES:
+            raise ConfigError(f"save: {path!r} is no file of a kind that there is; possible are {', '.join(SUFFIXES)}.")
+    return tuple(str(path) for path in listed)
+
+
+def write(trainer: Any, int8: Mapping[str, nn.Module], paths: Iterable[str], source: str = "") -> list[Path]:
+    """Writes int8 models, on rank zero.
+
+    Args:
+        trainer: Paths are relative to its ``default_root_dir``; its metrics go into the files.
+        int8: By target name; of several each gets a file of its own, ``net.pt2`` becomes ``net.backbone.pt2``.
+        paths: The files.
+        source: The checkpoint that the models were made from, or empty.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ConfigError, ArtifactError: As ``qlightning.save``; files that were written before stay.
+    """
+    if not trainer.is_global_zero:
+        return []
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    written = []
+    for path in paths:
+        for name, model in int8.items():
+            target = Path(trainer.default_root_dir) / path
+            if len(int8) > 1:
+                target = target.with_name(f"{target.stem}.{name or 'model'}{target.suffix}")
+            save_model(model, target, metrics=metrics, source=source or None)
+            written.append(target)
+            rank_zero_info(f"Saved the int8 model {name or type(model).__name__} as {target}.")
+    return written
