@@ -161,8 +161,8 @@ def describe(q: QuantizedTensor, original: Tensor | None = None) -> Description:
     if not isinstance(original, Tensor) or not original.is_floating_point() or original.shape != q.shape:
         got = tuple(original.shape) if isinstance(original, Tensor) else type(original).__name__
         raise ConfigError(f"describe: the original has to be a float tensor of shape {tuple(q.shape)}, got {got}.")
-    exact, found = original.detach().cpu().float(), q.dequantize().cpu()
-    error = (exact.double() - found).abs()
+    exact, found = original.detach().cpu().double(), q.dequantize().cpu()
+    error = (exact - found).abs()
     return Description(
         q,
         exact,

@@ -56,7 +56,7 @@ def _values(axis: Any, description: Description) -> None:
     q, values = description.tensor, description.original
     assert values is not None
     finite = values[values.isfinite()]
-    heights, _, _ = axis.hist(finite.flatten().numpy(), bins=_BINS, color=_GREY)
+    heights, _, _ = axis.hist(finite.flatten().double().numpy(), bins=_BINS, color=_GREY)
     if q.axis is None:
         ends = (torch.tensor([q.scheme.quant_min, q.scheme.quant_max]) - q.q_zero_point()) * q.q_scale()
         for end in ends.tolist():

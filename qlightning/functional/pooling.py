@@ -161,7 +161,8 @@ def _picked(name: str, x: QuantizedTensor, pick: Callable[[Tensor], Tensor], gri
     target = Target.of(name, x, grid, keep=x.axis is None)
     if grid.keys() - {"backend"} or x.axis is not None:
         return target.round(pick(exact(x)))
-    return target.hold(pick(x.codes.float()).to(x.dtype))
+    # A window that lies in the padding alone has no largest value, minus infinity: the lowest code is nearest to it.
+    return target.hold(pick(x.codes.float()).clamp(min=x.scheme.quant_min).to(x.dtype))
 
 
 def _computed(name: str, x: QuantizedTensor, compute: Callable[[Tensor], Tensor], grid: Grid) -> QuantizedTensor:

@@ -81,3 +81,12 @@ def test_the_plot_shows_every_code_and_the_float_values(tmp_path, bits, axis):
     assert len(describe(q).plot().axes) == 1
     found.save_plot(tmp_path / "codes.png")
     assert (tmp_path / "codes.png").stat().st_size > 1000
+
+
+def test_huge_values_are_described_and_drawn():
+    pytest.importorskip("matplotlib")
+    x = torch.tensor([3e38, -3e38, 0.0])
+    found = describe(quantize(x, 0.1, 0), x)
+    assert found.max_error == pytest.approx(3e38)
+    assert sum(bar.get_height() for bar in found.plot().axes[1].patches) == 3
+    assert describe(quantize(x[2:], 0.1, 0), torch.tensor([1e300], dtype=torch.float64)).max_error == 1e300

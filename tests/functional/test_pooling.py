@@ -113,3 +113,10 @@ def test_qfunctional_has_one_grid_for_all():
     for wrong in ({"scale": 0.0}, {"zero_point": -1}, {"scheme": "int8"}):
         with pytest.raises(ConfigError):
             QF.QFunctional(**wrong)
+
+
+@pytest.mark.parametrize("scheme", [QScheme(), QScheme(bits=4), QScheme(signed=False)])
+def test_a_window_of_padding_alone_has_the_lowest_code(scheme):
+    q = quantize(torch.tensor([[[-3.0, -5.0]]]), 1.0, 3, scheme)
+    assert QF.max_pool1d(q, 2, 1, 1, 3).int_repr().item() == scheme.quant_min
+    assert QF.max_pool1d(q, 2, 1, 1, 3, scale=1.0, zero_point=3).int_repr().item() == scheme.quant_min
