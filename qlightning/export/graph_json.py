@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from qlightning.backends import qdq  # noqa: F401  registers quantized_decompose
 from qlightning.errors import ArtifactError
 
 MAX_NODES = 1_000_000
+# torch.fx writes names into the code that it generates, in quotes but as they are (torch/fx/graph.py, _format_target).
+_PATH = re.compile(r"[\w+:/ -]+(\.[\w+:/ -]+)*")
 _NAMESPACES = ("aten", "quantized_decomposed")
 _TENSORS = ("Tensor", "SymInt", "int", "float", "bool", "Scalar", "SymBool", "SymFloat")
 _FILES = {"filename", "file", "path"}
@@ -108,6 +112,20 @@ def decode(nodes: Any, names: set[str], where: str) -> fx.Graph:
     if not nodes or nodes[-1].get("op") != "output" or sum(n.op == "output" for n in graph.nodes) != 1:
         raise ArtifactError(f"{where}: its graph has no end.")
     return graph
+
+
+def check_paths(paths: Iterable[str], where: str) -> None:
+    """Lets names of layers and tensors pass that can do nothing where they become part of generated code.
+
+    Raises:
+        ArtifactError: One has other characters.
+    """
+    for path in paths:
+        if not _PATH.fullmatch(path):
+            raise ArtifactError(
+                f"{where}: a layer or tensor has the name {path[:100]!r}; letters, digits, spaces and _ + : / - "
+                "between dots are possible. Rename it in the model."
+            )
 
 
 def _add(graph: fx.Graph, known: dict[str, fx.Node], entry: dict[str, Any], names: set[str]) -> None:

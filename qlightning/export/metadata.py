@@ -138,7 +138,7 @@ class Metadata:
             )
         try:
             return cls(**_checked(found))
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise ArtifactError(f"{where}: its metadata is damaged: {error}.") from error
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 
 from qlightning.backends import Backend, backends, resolve_backend
 from qlightning.backends.qdq import DEQUANTIZE_PER_CHANNEL, QUANTIZE, QParams, layer_path
-from qlightning.errors import ArtifactError, BackendError
+from qlightning.errors import ArtifactError, BackendError, QuantizationError
 from qlightning.export.archive import Archive
-from qlightning.export.graph_json import decode, encode
+from qlightning.export.graph_json import check_paths, decode, encode
 from qlightning.export.metadata import Metadata, collect, dtype_of
 from qlightning.files import written_whole
 from qlightning.graph.bind import Captured, Program, bind
@@ -71,6 +71,7 @@ def save_pt2(
     program, free = _exported(qdq)
     found = collect(int8, qdq, free, metrics=metrics, class_names=class_names, source=source)
     structure = _structure(qdq)
+    check_paths([*program.state_dict, *program.constants], type(int8).__name__)
     with written_whole(path) as temporary:
         torch.export.save(program, temporary)  # says where in the archive each tensor lies
         content = json.dumps(
@@ -111,9 +112,14 @@ def load_pt2(path: str | Path, *, backend: str | Backend = "auto") -> nn.Module:
         tensors = {name: _tensor(archive, name, place) for name, place in content["tensors"].items()}
     graph = decode(content["nodes"], set(tensors), str(path))
     root = _tree(tensors, content["layers"], str(path))
-    _fold_weights(graph, root)
-    chosen = _backend(backend, facts, graph, root)
-    return _bound(root, graph, facts, chosen)
+    try:
+        _fold_weights(graph, root)
+        chosen = _backend(backend, facts, graph, root)
+        return _bound(root, graph, facts, chosen)
+    except (QuantizationError, Warning):
+        raise
+    except Exception as error:  # calls whose arguments do not fit together
+        raise ArtifactError(f"{path}: its graph is damaged: {type(error).__name__}: {error}.") from error
 
 
 def metadata_of(path: str | Path) -> Metadata:
@@ -201,10 +207,11 @@ def _contents(archive: Archive) -> tuple[Metadata, dict[str, Any]]:
             raise ArtifactError(f"{where}: its graph does not have the checksum that it was saved with.")
         content = json.loads(text)
         checked = {name: dict(content[name]) for name in ("tensors", "layers")}
+        check_paths([*checked["tensors"], *checked["layers"]], where)
         return facts, {**checked, "nodes": content["nodes"]}
     except ArtifactError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ArtifactError(f"{where}: its contents are damaged: {type(error).__name__}: {error}.") from error
 
 
@@ -216,7 +223,7 @@ def _tensor(archive: Archive, name: str, place: Any) -> Tensor:
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         if min([*shape, *stride, 0]) < 0 or (numel and last >= numel):
             raise ValueError(f"shape {shape}, stride {stride}")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ArtifactError(f"{archive.path}: the tensor {str(name)[:100]!r} is damaged: {error}.") from error
     content = archive.read(member, numel * dtype.itemsize)
     if not content:
