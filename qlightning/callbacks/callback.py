@@ -15,7 +15,13 @@ from qlightning.backends import Backend, resolve_backend
 from qlightning.callbacks.artifacts import checked_paths, write
 from qlightning.callbacks.base import QuantizingCallback
 from qlightning.callbacks.placement import int8_modules, place_int8
-from qlightning.callbacks.preparation import Preparation, adopt_targets, cancel_after_configure_model, prepare_targets
+from qlightning.callbacks.preparation import (
+    Preparation,
+    adopt_targets,
+    builds_nets_late,
+    cancel_after_configure_model,
+    prepare_targets,
+)
 from qlightning.callbacks.ranks import show_forward
 from qlightning.callbacks.targets import find_targets, localize
 from qlightning.errors import BackendError, ConfigError
@@ -62,6 +68,7 @@ class QuantizationCallback(QuantizingCallback):
         self._converted: nn.Module | None = None
         self.report: Report | None = None
         self._preparation = Preparation()
+        self._modes: dict[nn.Module, bool] = {}
 
     @property
     def prepared(self) -> dict[str, nn.Module]:
@@ -151,6 +158,20 @@ class QuantizationCallback(QuantizingCallback):
         )
         if self.save:
             rank_zero_warn(f"{', '.join(self.save)} was not written: qlightning.save() the int8 model there.")
+
+    def _remember_modes(self, pl_module: nn.Module) -> None:
+        """Notes the modes that modules have before an evaluation, in which Lightning puts all of them in eval mode."""
+        self._modes = {module: module.training for module in pl_module.modules()}
+
+    def _recall_modes(self, pl_module: nn.Module) -> None:
+        """Gives prepared nets their modes back before int8 ones take their places: Lightning will not find them.
+
+        Nets that were built since have the mode of new ones.
+        """
+        built = builds_nets_late(pl_module)
+        for module in (m for net in self.prepared.values() for m in net.modules()):
+            module.training = self._modes.get(module, built or module.training)
+        self._modes = {}
 
     def _convert(self, pl_module: nn.Module) -> None:
         show_forward(pl_module)

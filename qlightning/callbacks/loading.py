@@ -56,6 +56,13 @@ def _after_load(pl_module: nn.Module, _: Any) -> None:
         place_int8(pl_module, {place.name: place.prepared}, place.backend)
     trainer = getattr(pl_module, "_trainer", None)
     alone = trainer is not None and trainer.state.fn != "fit" and not quantizing_callbacks(trainer)
+    prepared = any(facts.of(module) is not None for module in pl_module.modules())
+    if prepared and trainer is not None and trainer.state.fn == "fit" and not quantizing_callbacks(trainer):
+        rank_zero_warn(
+            f"{type(pl_module).__name__} goes on with the prepared nets of a checkpoint, but this Trainer has no "
+            "QuantizationAwareTraining: nothing freezes on schedule, and no int8 net is made at the end. Give it the "
+            "callback; to train in float, load the checkpoint first and unprepare() the nets."
+        )
     if int8_modules(pl_module) or not (alone or pl_module in _handed_back):
         return
     _handed_back.discard(pl_module)

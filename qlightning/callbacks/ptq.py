@@ -95,6 +95,7 @@ class PostTrainingQuantization(QuantizationCallback):
             self.int8_modules = {}
         else:
             self._check_device(trainer)
+            self._remember_modes(pl_module)
         if not self._is_placed(pl_module) and not builds_nets_late(pl_module):
             with prepared_in_place(pl_module):  # where others have placed int8 modules
                 self.check(pl_module)
@@ -134,6 +135,7 @@ class PostTrainingQuantization(QuantizationCallback):
                 with prepared_in_place(pl_module):
                     self._adopt(pl_module)
                 restore_prepared(pl_module, self.modules)
+                self._recall_modes(pl_module)
                 self._convert(pl_module)
                 self._save(trainer)
             else:
@@ -166,6 +168,8 @@ class PostTrainingQuantization(QuantizationCallback):
             if trainer.state.fn == "fit" and is_spawned(trainer):
                 self._hand_back()
                 return
+            if trainer.state.fn != "fit":
+                self._recall_modes(pl_module)
             self._convert(pl_module)
         except BaseException:
             self._undo(pl_module)

@@ -143,6 +143,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         if stage != "fit":
             if int8_modules(pl_module):
                 self._check_device(trainer)
+            self._remember_modes(pl_module)
             ensure(pl_module)  # a checkpoint is loaded after this hook
             return
         self._check_alone(trainer)
@@ -229,6 +230,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self.convert and prepared_targets(pl_module, self.modules):
             self._check_device(trainer)
             self._adopt(pl_module)
+            self._recall_modes(pl_module)
             self._convert(pl_module)
         if not (int8_modules(pl_module) or is_prepared(pl_module)):
             rank_zero_warn(
@@ -297,7 +299,10 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self._ranges is not None:
             self._ranges.relink()
         if not self._has_run():
-            raise CalibrationError("Fit had no training batch, so no range was observed. Check the training loader.")
+            raise CalibrationError(
+                "Fit had no training batch, so no range was observed. Check the training loader, and whether epoch "
+                f"{trainer.current_epoch}, where a checkpoint may have begun, is below max_epochs={trainer.max_epochs}."
+            )
         self._drop_idle()
         if missing := self._unobserved():
             rank_zero_warn(f"No training batch has reached {', '.join(missing)}: what depends on them stays float.")

@@ -68,7 +68,7 @@ def check_same(saved: facts.Facts, own: facts.Facts, name: str) -> None:
     if other := facts.differences(saved, own):
         raise ConfigError(
             f"{name} was quantized with other settings where this checkpoint was saved: {'; '.join(other)}. Use the "
-            "same settings here."
+            "same settings here, evaluate it without a callback, or load it first and unprepare() the nets."
         )
 
 

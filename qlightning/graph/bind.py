@@ -239,9 +239,9 @@ class BoundModule:
             QuantizationError: Always; says what to save instead.
         """
         raise QuantizationError(
-            f"{type(self).__name__} is prepared or in int8 and cannot be pickled whole. Save the state dict of the "
-            "prepared model: load_state_dict() of a model that is prepared the same way takes it, and convert() then "
-            "gives the same int8 model."
+            f"{type(self).__name__} is prepared or in int8 and cannot be pickled whole. qlightning.save(int8, 'net.pt2') "
+            "makes a file of an int8 model. Save the state dict of a prepared model: load_state_dict() of one that is "
+            "prepared the same way takes it, and convert() then gives the same int8 model."
         )
 
 

@@ -25,7 +25,7 @@ from qlightning.graph.ranges import WIDE, wide
 from qlightning.graph.reads import Read
 from qlightning.graph.signature import CallSpec
 from qlightning.nn.qat import QATLayer, has_forward_hooks, swap_out
-from qlightning.nn.quantized import QuantizedLayer
+from qlightning.nn.quantized import QuantizedLayer, has_int8_layers
 from qlightning.tensor import QuantizedTensor
 
 
@@ -65,6 +65,8 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
     if isinstance(prepared, DistributedDataParallel):
         prepared = prepared.module
     if not is_prepared(prepared):
+        if has_int8_layers(prepared):
+            raise ConfigError(f"{type(prepared).__name__} is in int8 already.")
         raise ConfigError(f"{type(prepared).__name__} is not prepared: call prepare first, then train or calibrate.")
     preparation: Preparation | None = prepared.__dict__.get("_preparation")
     if preparation is None:

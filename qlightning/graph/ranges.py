@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from qlightning.errors import ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, fake_quantizers
 from qlightning.table import aligned
 
@@ -59,6 +60,9 @@ def ranges(prepared: nn.Module) -> Ranges:
     Args:
         prepared: A model from :func:`prepare`, trained or calibrated.
 
+    Raises:
+        ConfigError: It is not prepared.
+
     Example:
         >>> import torch
         >>> from qlightning import calibrate, prepare
@@ -67,7 +71,10 @@ def ranges(prepared: nn.Module) -> Ranges:
         >>> [row.remark for row in ranges(net).unusual][0]
         'far beyond 1e+06: look for outliers, NaN-like values or an unused branch'
     """
-    return Ranges(tuple(_row(fq, name) for name, fq in fake_quantizers(prepared)))
+    rows = tuple(_row(fq, name) for name, fq in fake_quantizers(prepared))
+    if not rows:
+        raise ConfigError(f"{type(prepared).__name__} is not prepared: it has no grids, or they are in its int8 graph.")
+    return Ranges(rows)
 
 
 def wide(fqs: Iterable[FakeQuantize]) -> list[LayerRange]:

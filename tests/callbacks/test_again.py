@@ -255,3 +255,55 @@ def test_an_int8_net_may_stand_by_while_another_is_trained(pl, tmp_path):
     trainer(pl, tmp_path, second, max_epochs=1).fit(model, loader())
     assert model.first is first.int8_model
     assert model.second is second.int8_model
+
+
+def modes(module):
+    return {name: m.training for name, m in module.named_modules()}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_evaluation_leaves_the_modes_that_a_further_fit_trains_in(pl, tmp_path, late):
+    """Lightning puts all in eval mode for an evaluation, and back what it finds afterwards: not what int8 replaced."""
+
+    class Late(type(task(pl))):
+        def __init__(self):
+            super().__init__()
+            self.net = None
+
+        def configure_model(self):
+            self.net = self.net or Net()
+
+    def build():
+        if late:
+            return Late()
+        model = task(pl)
+        model.net.bn1.eval()  # as the user wants it
+        return model
+
+    wanted = modes(task(pl).net) if late else modes(build().net)
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append({name: mode for name, mode in modes(pl_module.net).items() if name in wanted})
+
+    model = build()
+    calibrating = PostTrainingQuantization(calibration_data=loader(), calibration_batches=1)
+    trainer(pl, tmp_path, calibrating).test(model, loader(), verbose=False)
+    trainer(pl, tmp_path, []).test(model, loader(), verbose=False)
+    run = trainer(pl, tmp_path, [QuantizationAwareTraining(freeze_bn=None), Watch()], max_epochs=1)
+    run.fit(model, loader())
+    run.save_checkpoint(tmp_path / "qat.ckpt")
+    other = build()
+    tester = QuantizationAwareTraining(freeze_bn=None)
+    trainer(pl, tmp_path, tester).test(other, loader(), ckpt_path=tmp_path / "qat.ckpt", verbose=False)
+    trainer(pl, tmp_path, [PostTrainingQuantization(), Watch()], max_epochs=1).fit(other, loader())
+    assert seen[0] == seen[-1] == wanted
+
+
+def test_a_fit_from_a_checkpoint_without_the_callback_says_what_is_missing(pl, tmp_path):
+    run = trainer(pl, tmp_path, QuantizationAwareTraining(), max_epochs=1)
+    run.fit(task(pl), loader())
+    run.save_checkpoint(tmp_path / "qat.ckpt")
+    with pytest.warns(UserWarning, match="this Trainer has no QuantizationAwareTraining"):
+        trainer(pl, tmp_path, []).fit(task(pl), loader(), ckpt_path=tmp_path / "qat.ckpt")

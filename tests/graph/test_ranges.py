@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from qlightning import QConfig, calibrate, convert, prepare, ranges
+from qlightning.errors import ConfigError
 from qlightning.graph.ranges import WIDE
 from qlightning.observers import HistogramObserver, MinMaxObserver
 
@@ -59,3 +60,14 @@ def test_zeros_are_said_to_be_zeros():
     prepared = prepare(Branches(), mode="ptq")
     calibrate(prepared, [torch.zeros(3, 4)])
     assert "nothing but zeros was seen" in {row.remark for row in ranges(prepared).rows}
+
+
+def test_models_without_grids_are_errors():
+    prepared = prepare(Branches(), mode="ptq")
+    calibrate(prepared, [torch.randn(3, 4)])
+    int8 = convert(prepared)
+    for model in (Branches(), int8):
+        with pytest.raises(ConfigError, match="not prepared"):
+            ranges(model)
+    with pytest.raises(ConfigError, match="in int8 already"):
+        convert(int8)
