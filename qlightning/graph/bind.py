@@ -239,7 +239,7 @@ class BoundModule:
             QuantizationError: Always; says what to save instead.
         """
         raise QuantizationError(
-            f"{type(self).__name__} is prepared or in int8 and cannot be pickled whole. Write an int8 model to a file with "
+            f"{type(self).__name__} is prepared or in int8 and cannot be pickled whole. Write an int8 model with "
             "qlightning.save(int8, 'net.pt2'). Save the state dict of a prepared model: load_state_dict() of one that is "
             "prepared the same way takes it, and convert() then gives the same int8 model."
         )
