@@ -240,8 +240,8 @@ class BoundModule:
         """
         raise QuantizationError(
             f"{type(self).__name__} is prepared or in int8 and cannot be pickled whole. Write an int8 model with "
-            "qlightning.save(int8, 'net.pt2'). Save the state dict of a prepared model: load_state_dict() of one that is "
-            "prepared the same way takes it, and convert() then gives the same int8 model."
+            "qlightning.save(int8, 'net.pt2'). Save the state dict of a prepared model: load_state_dict() of one that "
+            "is prepared the same way takes it, and convert() then gives the same int8 model."
         )
 
 
