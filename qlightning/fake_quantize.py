@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qlightning.affine import calculate_qparams, fake_quantize
 from qlightning.errors import NonFiniteError
-from qlightning.observers import Observer
+from qlightning.observers import Observer, foreign
 from qlightning.qscheme import QScheme
 
 _MAX_NDIM = 10
@@ -96,13 +96,24 @@ class FakeQuantize(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Takes scale and zero point from what the observer has seen; without it they stay."""
+        """Takes scale and zero point from what the observer has seen; without it they stay.
+
+        Raises:
+            ConfigError: An observer with a ``calculate_qparams`` of its own gave none of the grid.
+            NonFiniteError: Its scale is NaN or infinite; names the layer.
+        """
         observer = self.observer
         # A graph of torch.compile, which cannot ask, comes here right after it has observed.
         asks = isinstance(observer, Observer) and not torch.compiler.is_compiling()
         if asks and not (observer.seen_shapes or observer.observed):
             return
-        scale, zero_point = self.observer.calculate_qparams()  # type: ignore[operator]
+        scale, zero_point = observer.calculate_qparams()  # type: ignore[operator]
+        # What our maths gives is right; a graph cannot look at values.
+        if not torch.compiler.is_compiling() and not _is_our_maths(observer):
+            try:
+                foreign.check_qparams(observer, scale, zero_point, self.scheme)
+            except NonFiniteError as error:
+                raise self._named(error) from error
         if self.scale.shape != scale.shape:
             self.scale.resize_(scale.shape)  # the same buffers, which DDP and others hold on to
             self.zero_point.resize_(scale.shape)
@@ -144,6 +155,11 @@ class FakeQuantize(nn.Module):
     def extra_repr(self) -> str:
         """The scheme, for ``print(model)``."""
         return str(self.scheme)
+
+
+def _is_our_maths(observer: nn.Module) -> bool:
+    """Whether scale and zero point come from a range, and not from a ``calculate_qparams`` of the observer's own."""
+    return isinstance(observer, Observer) and type(observer).calculate_qparams is Observer.calculate_qparams
 
 
 def _regrid(fq: FakeQuantize, _: Any) -> None:
@@ -277,7 +293,7 @@ def refresh_all(fqs: Iterable[FakeQuantize]) -> None:
     ranges: dict[QScheme, list[tuple[FakeQuantize, Tensor, Tensor]]] = {}
     for fq in fqs:
         observer = fq.observer
-        if isinstance(observer, Observer) and type(observer).calculate_qparams is Observer.calculate_qparams:
+        if isinstance(observer, Observer) and _is_our_maths(observer):
             low, high = observer.range()
             if low.ndim == high.ndim == fq.scale.ndim == 0:
                 ranges.setdefault(observer.scheme, []).append((fq, low, high))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, quantize_model, report
 from qlightning.affine import sqnr
 from qlightning.backends import available
-from qlightning.errors import ConfigError, QuantizationError
+from qlightning.errors import ConfigError, NonFiniteError, QuantizationError
 from qlightning.observers import (
     EntropyObserver,
     FixedRangeObserver,
@@ -108,12 +108,49 @@ def test_observers_of_torch_ao_observe_weights_too(net: Net, mode: Any, per_chan
     assert torch.equal(*outputs)
 
 
+class Given(nn.Module):
+    """An observer of someone else's, with a scale and a zero point whatever it sees."""
+
+    def __init__(self, scale: Any, zero_point: Any, **attributes: Any) -> None:
+        super().__init__()
+        self.qparams = torch.as_tensor(scale), torch.as_tensor(zero_point)
+        vars(self).update(attributes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        return self.qparams
+
+
 FOREIGN = {
     "another number of codes": (QScheme(signed=False), ao.HistogramObserver.with_args(reduce_range=True), "0 to 127"),
     "signed": (QScheme(signed=False), ao.MinMaxObserver.with_args(dtype=torch.qint8), "-128 to 127"),
     "symmetric": (QScheme(), ao.MinMaxObserver.with_args(qscheme=torch.per_tensor_symmetric), "per_tensor_symmetric"),
     "per tensor": (QScheme(axis=1), lambda scheme: ao.MinMaxObserver(dtype=torch.qint8), "per_tensor_affine"),
     "another axis": (QScheme(axis=1), ao.PerChannelMinMaxObserver.with_args(ch_axis=0), "ch_axis=0"),
+    "by its dtype alone": (QScheme(signed=False), lambda scheme: Given(0.05, 0, dtype=torch.qint8), "torch.qint8"),
+    "float zero points": (
+        QScheme(signed=False),
+        lambda scheme: ao.PerChannelMinMaxObserver(qscheme=torch.per_channel_affine_float_qparams),
+        "float_qparams",
+    ),
+    "no such kind": (QScheme(signed=False), ao.PerChannelMinMaxObserver, "cannot be built for uint8 affine per tensor"),
+    "without settings": (QScheme(signed=False), ao.NoopObserver, "cannot be built"),
+    "without a grid": (QScheme(signed=False), ao.PlaceholderObserver, "no grid"),
+    "without a grid, built": (QScheme(signed=False), lambda scheme: ao.RecordingObserver(), "no grid"),
+    "a zero point above": (QScheme(signed=False), lambda scheme: Given(0.05, 256), "0 to 255"),
+    "a zero point below": (QScheme(signed=False), lambda scheme: Given(0.05, -1), "0 to 255"),
+    "a zero point between": (QScheme(signed=False), lambda scheme: Given(0.05, 128.5), "whole number"),
+    "a zero point beside the middle": (QScheme(symmetric=True), lambda scheme: Given(0.05, 3), "middle"),
+    "a scale of zero": (QScheme(signed=False), lambda scheme: Given(0.0, 128), "above 0"),
+    "a negative scale": (QScheme(signed=False), lambda scheme: Given(-0.05, 128), "above 0"),
+    "two scales for one tensor": (QScheme(signed=False), lambda scheme: Given([0.1, 0.2], [0, 0]), "one of each"),
+    "another number of zero points": (
+        QScheme(signed=False, axis=1),
+        lambda scheme: Given([0.1] * 3, [0, 0]),
+        "3 and 2",
+    ),
 }
 
 
@@ -124,6 +161,23 @@ def test_an_observer_of_another_grid_is_refused(net: Net, scheme: QScheme, obser
     with pytest.raises(ConfigError, match=message):
         quantize_model(net, [image()], qconfig=config, backend="reference")
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_names_the_place(net: Net, scale: float) -> None:
+    with pytest.raises(NonFiniteError, match=r"\w+: Given gave .*NaN or infin"):
+        quantize_model(net, [image()], observer=lambda scheme: Given(scale, 128), backend="reference")
+
+
+def test_a_range_of_torch_ao_is_the_range_of_the_int8_model(net: Net) -> None:
+    x = image(16)
+    fixed = ao.FixedQParamsObserver.with_args(scale=1 / 16, zero_point=100)
+    expected = quantize_model(net, [image()], observer=lambda scheme: Given(1 / 16, 100), backend="reference")
+    assert torch.equal(quantize_model(net, [image()], observer=fixed, backend="reference")(x), expected(x))
+    plain = [
+        quantize_model(net, [x], observer=kind, backend="reference")(x) for kind in (ao.MinMaxObserver, MinMaxObserver)
+    ]
+    assert torch.equal(*plain)
 
 
 @pytest.mark.parametrize(

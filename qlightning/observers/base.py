@@ -229,6 +229,7 @@ class Observer(nn.Module):
         Returns:
             False: Not possible, as elements that are left out change the shape.
         """
+        dtype = x.dtype
         if self.nonfinite == "raise":
             low, high = _extremes(x, self.scheme.axis)
             fine = (low.isfinite() & high.isfinite()).all()
@@ -239,7 +240,7 @@ class Observer(nn.Module):
         else:
             x, low, high = _replaced_nonfinite(x, self.scheme.axis)
             fine = (low <= high).any()
-        self.seen_dtype = x.dtype
+        self.seen_dtype = dtype
         before = [(self._state(name).clone(), name) for name in self._defaults]
         self._record(torch.where(fine, x, 0), torch.where(fine, low, 0), torch.where(fine, high, 0))
         for old, name in before:
@@ -305,6 +306,8 @@ def _extremes(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
 
 def all_finite(low: Tensor, high: Tensor) -> bool:
     """Whether a range has neither NaN nor infinity, in one transfer from the device where all is well."""
+    if low.ndim == high.ndim == 0 and low.is_cpu:  # the commonest case: nothing to transfer
+        return math.isfinite(low.item()) and math.isfinite(high.item())
     span = (high - low).abs()  # of a channel that was not seen: minus infinity
     if math.isfinite((span.max() if span.ndim else span).item()):
         return True

@@ -209,9 +209,10 @@ def _count_channels(x: Tensor, width: Tensor, first: Tensor, bins: int, axis: in
     dim = max((d for d in range(x.ndim) if d != axis), key=lambda d: x.shape[d], default=axis)
     rows = max(1, affine.BLOCK_NUMEL * x.shape[dim] // x.numel()) if x.is_cpu and dim != axis else x.shape[dim]
     for block in x.split(rows, dim):
-        index = (block * inverse).floor()
+        numbers = (block * inverse).floor()
+        counted = numbers.isfinite()
         # What is not counted goes to a place behind the last bin.
-        index = index.nan_to_num_(0.0).long().add_(start).where(index.isfinite(), channels * bins)
+        index = numbers.nan_to_num_(0.0).long().add_(start).where(counted, channels * bins)
         counts += torch.bincount(index.flatten(), minlength=channels * bins + 1)
     return counts[:-1].view(channels, bins) * (width > 0).unsqueeze(1)
 

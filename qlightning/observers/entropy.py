@@ -78,6 +78,6 @@ def _divergence(counts: Tensor, first: int, bound: int, scheme: QScheme) -> floa
     sums = torch.bincount(codes, weights=inside, minlength=levels)
     filled = torch.bincount(codes, weights=(inside > 0).double(), minlength=levels)
     spread = (sums / filled.clamp(min=1)).index_select(0, codes).where(inside > 0, 0.0)
-    p, q = clipped / total, spread / inside.sum().clamp(min=1)
+    p, q = clipped / total, spread / inside.sum().clamp(min=torch.finfo(spread.dtype).tiny)
     q = q.clamp(min=NOTHING)
     return float(torch.xlogy(p, p / q).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -29,7 +30,8 @@ class MSEObserver(Observer):
         scheme: The grid; with an axis, one range for each slice along it.
         power: Of the error, above 0: 2 for the mean square; larger ones clip less.
         steps: How many magnitudes are tried: ``i / steps`` of the largest.
-        samples: How many values of a batch (for each channel) are looked at most, at even distances.
+        samples: How many values of a batch (for each channel) are looked at most, at even distances that reach every
+            place along each dimension.
         nonfinite: ``"raise"`` an error at NaN and infinity, or ``"skip"`` them.
 
     Raises:
@@ -71,7 +73,7 @@ class MSEObserver(Observer):
         low, high = (bound.reshape(-1) for bound in self.extremes(x))
         seen = low <= high
         rows = x.reshape(1, -1) if self.scheme.axis is None else x.movedim(self.scheme.axis, 0).flatten(1)
-        rows = rows[:, :: -(-rows.shape[1] // self.samples)].contiguous()
+        rows = rows[:, :: _stride(rows.shape[1], self.samples)].contiguous()
         best = self._best(rows, low.clamp(max=0.0).where(seen, 0.0), high.clamp(min=0.0).where(seen, 0.0))
         scaled = (best[0] * UNIT, best[1] * UNIT, seen.float())
         for name, value in zip(("low_sum", "high_sum", "batches"), scaled, strict=True):
@@ -100,8 +102,20 @@ class MSEObserver(Observer):
     def range(self) -> tuple[Tensor, Tensor]:
         """Returns the mean of the best ranges; ``inf`` to ``-inf`` where nothing was seen."""
         seen = self.batches > 0
-        count = self.batches.clamp(min=1) * UNIT
+        count = self.batches.where(seen, 1.0) * UNIT  # below 1 in the share of a rank that resumes
         return (self.low_sum / count).where(seen, torch.inf), (self.high_sum / count).where(seen, -torch.inf)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, power={self.power:g}, steps={self.steps}"
+
+
+def _stride(numel: int, samples: int) -> int:
+    """The distance at which values are taken: at most so many samples, from all places along every dimension.
+
+    A distance that has a factor in common with the size of a dimension would take some places alone: of (128, 512, 512)
+    tokens every 512th value, which is the first feature of each.
+    """
+    stride = -(-numel // samples)
+    while math.gcd(stride, numel) > 1:
+        stride += 1
+    return stride

@@ -60,8 +60,9 @@ class PercentileObserver(CountingObserver):
     def _edge(seen: Counts, percentile: float, side: int) -> Tensor:
         """The lower (0) or upper (1) edge of the bin that holds a percentile."""
         below = seen.counts.cumsum(1)
-        # A hair less, so that the product of a percentile and a count that is meant to be whole is not rounded up.
-        rank = (below[:, -1:] * (percentile / 100) * (1 - 2.0**-48)).ceil().clamp(min=1)
+        # A hair less, so that a product that is meant to be a whole count is not above it. Counts may be shares of
+        # whole ones (of ranks that resume), so that nothing is rounded up to a count.
+        rank = below[:, -1:] * (percentile / 100) * (1 - 2.0**-48)
         number = torch.searchsorted(below, rank).squeeze(1)
         edge = (seen.first + number + side) * seen.width
         return edge.clamp(seen.low, seen.high)

@@ -427,6 +427,46 @@ class TestMovingAverage:
         assert [bound.tolist() for bound in merged.range()] == [[-2.0, 0.0], [2.0, 4.0]]
 
 
+SUMMING = [HistogramObserver, PercentileObserver, MSEObserver, EntropyObserver]
+
+
+@pytest.mark.parametrize("kind", SUMMING)
+@pytest.mark.parametrize("axis", [None, 1])
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_share_of_the_sums_has_the_range_of_the_whole(kind: Kind, axis: int | None, count: int) -> None:
+    # Ranks that resume go on with equal shares of what was seen before; a quarter is exact.
+    observer = fed(kind(QScheme(bits=4, axis=axis)), [torch.randn(1, 2, count) * 3 for _ in range(3)])
+    low, high = observer.range()
+    for name in (name for name, reduction in observer.reductions.items() if reduction == "sum"):
+        observer.set_state(name, observer.get_buffer(name) / 4)
+    assert torch.equal(observer.range()[0], low)
+    assert torch.equal(observer.range()[1], high)
+
+
+@pytest.mark.parametrize("kind", SUMMING)
+def test_channels_of_ranks_combine_to_those_of_all_data(kind: Kind) -> None:
+    data = [torch.randn(2, 3, 50) * 3**step for step in range(6)]
+    data[0][:, 0], data[3][:, 2] = math.nan, math.nan
+    for x in data[1::2]:
+        x[:, 1] = math.nan  # only the first rank sees this channel
+    scheme = QScheme(axis=1)
+    ranks = [fed(kind(scheme, nonfinite="skip"), data[rank::2]) for rank in (0, 1)]
+    merged = kind(scheme)
+    merged.merge([*(rank.state_dict() for rank in ranks), kind(scheme).state_dict()])
+    whole = fed(kind(scheme, nonfinite="skip"), data)
+    for ours, expected in zip(merged.state_dict().values(), whole.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, expected)  # counts are exact, the sums of float32 are rounded in another order
+    assert merged.calculate_qparams()[0].shape == (3,)
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_graph_records_the_dtype_that_came_in(nonfinite: str) -> None:
+    observer = MinMaxObserver(QScheme(), nonfinite=nonfinite)  # type: ignore[arg-type]
+    graph = torch.compile(lambda x: observer(x) + 1, backend="eager", fullgraph=True)
+    graph(torch.randn(4, 4).bfloat16())
+    assert observer.seen_dtype is torch.bfloat16
+
+
 def test_min_max_of_ranks_is_that_of_all_data() -> None:
     data = batches(4)
     ranks = [fed(MinMaxObserver(QScheme(axis=1)), data[half::2]) for half in (0, 1)]
@@ -653,6 +693,18 @@ class TestMSE:
         step = (x.max() - x.min()) / 100
         assert (low - whole[0]).abs() <= 10 * step
         assert (high - whole[1]).abs() <= 10 * step
+
+    @pytest.mark.parametrize("scheme", [QScheme(), QScheme(axis=1)], ids=str)
+    def test_a_sample_reaches_every_place_of_every_dimension(self, scheme: QScheme) -> None:
+        # Every 32nd value of all is the first of each row; every 8th of a channel too. All rows and channels are equal.
+        row = torch.linspace(-1, 1, 32)
+        row[0] = 0.01
+        x = row.expand(64, 4, 32).contiguous()
+        numel = x.numel() if scheme.axis is None else x.numel() // 4
+        low, high = fed(MSEObserver(scheme, samples=numel // 32), [x]).range()
+        # All of a uniform distribution is worth covering: clipping one step of 100 saves less than it costs.
+        assert (low <= -0.9).all()
+        assert (high >= 0.9).all()
 
     @pytest.mark.parametrize("wrong", [{"power": 0.0}, {"power": math.inf}, {"steps": 1}, {"samples": True}])
     def test_settings_have_limits(self, wrong: dict[str, Any]) -> None:
