@@ -64,8 +64,7 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
     levels = float(scheme.quant_max - scheme.quant_min)
     if scheme.symmetric:
         scale = torch.maximum(-low, high) / (levels / 2)
-        middle = 0 if scheme.signed else (scheme.quant_min + scheme.quant_max + 1) // 2
-        return scale.clamp(min=SCALE_MIN), torch.full_like(scale, middle, dtype=torch.int32)
+        return scale.clamp(min=SCALE_MIN), torch.full_like(scale, scheme.middle, dtype=torch.int32)
     scale = (high - low) / levels
     if not ordinary:
         # The span of a huge range is no float32, its quotient is. (Dividing first is one bit off torch.ao elsewhere.)

@@ -115,9 +115,8 @@ def checked_qparams(scale: Any, zero_point: Any, scheme: QScheme, x: Tensor) -> 
             f"zero_point={_few(zero_point)} is off the grid of {scheme}: codes from {scheme.quant_min} to "
             f"{scheme.quant_max} are possible."
         )
-    middle = 0 if scheme.signed else (scheme.quant_min + scheme.quant_max + 1) // 2
-    if scheme.symmetric and not bool((zero_point == middle).all()):
-        raise ConfigError(f"zero_point={_few(zero_point)}: {scheme} has its zero point at {middle}.")
+    if scheme.symmetric and not bool((zero_point == scheme.middle).all()):
+        raise ConfigError(f"zero_point={_few(zero_point)}: {scheme} has its zero point at {scheme.middle}.")
     return scale, zero_point, replace(scheme, axis=axis)
 
 

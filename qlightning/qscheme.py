@@ -60,6 +60,11 @@ class QScheme:
         return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 1
 
     @property
+    def middle(self) -> int:
+        """The zero point of a symmetric grid: 0 for signed codes, the upper middle of unsigned ones (128 of 8 bits)."""
+        return 0 if self.signed else (self.quant_min + self.quant_max + 1) // 2
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype that stores the codes."""
         return torch.int8 if self.signed else torch.uint8

@@ -54,17 +54,18 @@ def _after_load(pl_module: nn.Module, _: Any) -> None:
     """Converts what was in int8; and what nothing else will: the result of a spawned fit, an evaluation without us."""
     for place in _taken.pop(pl_module, []):
         place_int8(pl_module, {place.name: place.prepared}, place.backend)
-    trainer = getattr(pl_module, "_trainer", None)
-    alone = trainer is not None and trainer.state.fn != "fit" and not quantizing_callbacks(trainer)
-    prepared = any(facts.of(module) is not None for module in pl_module.modules())
-    if prepared and trainer is not None and trainer.state.fn == "fit" and not quantizing_callbacks(trainer):
+    trainer: Any = getattr(pl_module, "_trainer", None)
+    alone = trainer is not None and not quantizing_callbacks(trainer)
+    fits = alone and trainer.state.fn == "fit"
+    prepared = {name: module for name, module in pl_module.named_modules() if facts.of(module) is not None}
+    if fits and prepared:
         rank_zero_warn(
             f"{type(pl_module).__name__} goes on with the prepared nets of a checkpoint, but this Trainer has no "
             "QuantizationAwareTraining: nothing freezes on schedule, and no int8 net is made at the end. Give it the "
             "callback; to train in float, load the checkpoint first and unprepare() the nets."
         )
-    if int8_modules(pl_module) or not (alone or pl_module in _handed_back):
+    if int8_modules(pl_module) or not ((alone and not fits) or pl_module in _handed_back):
         return
     _handed_back.discard(pl_module)
-    for name, prepared in [(name, m) for name, m in pl_module.named_modules() if facts.of(m) is not None]:
-        place_int8(pl_module, {name: prepared}, prepared.__dict__["_preparation"].backend)
+    for name, module in prepared.items():
+        place_int8(pl_module, {name: module}, module.__dict__["_preparation"].backend)

@@ -80,8 +80,7 @@ class Target:
                 raise ConfigError(
                     f"{operation}: scale={scale!r} without a zero_point, which {chosen} needs: give both, or none."
                 )
-            middle = 0 if chosen.signed else (chosen.quant_min + chosen.quant_max + 1) // 2
-            zero_point = torch.full_like(torch.as_tensor(scale), middle, dtype=torch.int32)
+            zero_point = torch.full_like(torch.as_tensor(scale), chosen.middle, dtype=torch.int32)
         target = cls(chosen, scale, zero_point)
         if scale is not None and chosen.axis is None:
             checked_qparams(scale, zero_point, chosen, like.codes)

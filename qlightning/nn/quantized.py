@@ -79,8 +79,7 @@ class QuantizedLayer(nn.Module):
             shaped = negative.view(-1, *[1] * (codes.dim() - 1))
             codes = torch.where(shaped, (mirror - codes.int()).to(codes.dtype), codes)
             scale, zero_point = scale.abs(), torch.where(negative, mirror - zero_point, zero_point)
-        middle = 0 if scheme.signed else (scheme.quant_min + scheme.quant_max + 1) // 2
-        scheme = replace(scheme, symmetric=scheme.symmetric and bool((zero_point == middle).all()))
+        scheme = replace(scheme, symmetric=scheme.symmetric and bool((zero_point == scheme.middle).all()))
         if self.transposed_groups == 1:
             return QuantizedTensor(codes.transpose(0, 1), scale, zero_point, replace(scheme, axis=1))
         return QuantizedTensor(codes, scale, zero_point, scheme)
