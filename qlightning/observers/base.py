@@ -163,7 +163,6 @@ class Observer(nn.Module):
         low, high = self.range()
         return affine.calculate_qparams(low, high, self.scheme)
 
-    @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """Observes a tensor and returns it as it is. An empty tensor changes nothing.
 
@@ -186,8 +185,9 @@ class Observer(nn.Module):
             seen, low, high = _without_nonfinite(seen, self.scheme.axis, self._keeps_gaps)
             if not (low <= high).any():
                 return x
-        self.seen_dtype = x.dtype
-        if tuple(x.shape) not in self.seen_shapes and len(self.seen_shapes) < SEEN_SHAPES:
+        if self.seen_dtype is not x.dtype:  # writing an attribute of a module takes longer than reading it
+            self.seen_dtype = x.dtype
+        if x.shape not in self.seen_shapes and len(self.seen_shapes) < SEEN_SHAPES:
             self.seen_shapes.append(tuple(x.shape))
         self._record(seen, low, high)
         return x
@@ -217,7 +217,8 @@ class Observer(nn.Module):
         """Hands a checked batch, of any floating dtype, to `update`. Statistics of the extremes alone override it."""
         self._extremes = low, high
         try:
-            self.update(x.float())
+            with torch.no_grad():  # of what a subclass may compute with
+                self.update(x.float())
         finally:
             self._extremes = None
 
@@ -255,8 +256,8 @@ class Observer(nn.Module):
         )
 
     def _state(self, name: str) -> Tensor:
-        state = getattr(self, name)
-        assert isinstance(state, Tensor)
+        state = self._buffers[name]
+        assert state is not None
         return state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Observer:
@@ -293,8 +294,8 @@ def in_memory_order(x: Tensor) -> Tensor:
 def _extremes(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     """Returns the float32 minimum and maximum, NaN where there is NaN."""
     if axis is None:
-        low, high = torch.aminmax(in_memory_order(x))
-        return low.float(), high.float()
+        low, high = torch.aminmax(x if x.is_contiguous() else in_memory_order(x))
+        return (low, high) if low.dtype is torch.float32 else (low.float(), high.float())
     if not -x.ndim <= axis < x.ndim:
         raise ConfigError(f"QScheme axis={axis}: a tensor of shape {tuple(x.shape)} has no such dimension.")
     rest = [dim for dim in range(x.ndim) if dim != axis % x.ndim]

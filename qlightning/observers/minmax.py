@@ -42,8 +42,13 @@ class MinMaxObserver(Observer):
 
     def update_range(self, low: Tensor, high: Tensor) -> None:
         """Takes in the extremes of a batch."""
-        self.set_state("min_val", torch.minimum(self.min_val, low))
-        self.set_state("max_val", torch.maximum(self.max_val, high))
+        min_val, max_val = self.min_val, self.max_val
+        if min_val.shape == low.shape:
+            min_val.clamp_max_(low)
+            max_val.clamp_min_(high)
+        else:  # the first of several channels
+            self.set_state("min_val", torch.minimum(min_val, low))
+            self.set_state("max_val", torch.maximum(max_val, high))
 
     def range(self) -> tuple[Tensor, Tensor]:
         return self.min_val, self.max_val

@@ -47,13 +47,13 @@ class MovingAverageObserver(MinMaxObserver):
         self.add_state("max_val", torch.tensor(-torch.inf), reduction="mean")
 
     def update_range(self, low: Tensor, high: Tensor) -> None:
+        old_low, old_high = self.min_val, self.max_val
         in_graph = torch.compiler.is_compiling()
         if not in_graph:
-            constant = self.averaging_constant
-            min_val = self.min_val + constant * (low - self.min_val)
-            max_val = self.max_val + constant * (high - self.max_val)
+            min_val = (low - old_low).mul_(self.averaging_constant).add_(old_low)
+            max_val = (high - old_high).mul_(self.averaging_constant).add_(old_high)
         if in_graph or not all_finite(min_val, max_val):
-            min_val, max_val = self._average(self.min_val, low), self._average(self.max_val, high)
+            min_val, max_val = self._average(old_low, low), self._average(old_high, high)
         self.set_state("min_val", min_val)
         self.set_state("max_val", max_val)
 
