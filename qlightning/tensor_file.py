@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from qlightning.tensor import QuantizedTensor
 
 FORMAT = 1
 _KEY = "qlightning.tensors"
+_DIGEST = "qlightning.sha256"
 _PARTS = ("codes", "scale", "zero_point")
 
 
@@ -45,7 +47,6 @@ def save_tensors(tensors: Mapping[str, Tensor | QuantizedTensor], path: str | Pa
         ...     load_tensors(f"{folder}/weights.safetensors")["weight"] == q
         True
     """
-    safetensors = _safetensors()
     flat: dict[str, Tensor] = {}
     schemes: dict[str, Any] = {}
     for name, value in tensors.items():
@@ -59,11 +60,7 @@ def save_tensors(tensors: Mapping[str, Tensor | QuantizedTensor], path: str | Pa
         if clash := entries.keys() & flat.keys():
             raise ConfigError(f"{', '.join(sorted(clash))}: two of the tensors would have this name in the file.")
         flat.update(entries)
-    # A file holds no views: each tensor gets memory of its own.
-    flat = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in flat.items()}
-    with written_whole(path) as temporary:
-        metadata = {_KEY: json.dumps({"format": FORMAT, "schemes": schemes})}
-        safetensors.torch.save_file(flat, temporary, metadata)
+    write_safetensors(path, flat, {_KEY: json.dumps({"format": FORMAT, "schemes": schemes})})
 
 
 def load_tensors(path: str | Path) -> dict[str, Tensor | QuantizedTensor]:
@@ -76,15 +73,7 @@ def load_tensors(path: str | Path) -> dict[str, Tensor | QuantizedTensor]:
         FileNotFoundError: There is no file.
         ImportError: safetensors is not installed.
     """
-    safetensors = _safetensors()
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: no such file.")
-    try:
-        with safetensors.safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
-    except (safetensors.SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
-        raise ArtifactError(f"{path} is no whole safetensors file: {error}.") from error
+    flat, metadata = read_safetensors(path)
     tensors: dict[str, Tensor | QuantizedTensor] = {}
     for name, scheme in _schemes(path, metadata.get(_KEY)).items():
         try:
@@ -93,6 +82,55 @@ def load_tensors(path: str | Path) -> dict[str, Tensor | QuantizedTensor]:
         except (KeyError, TypeError, ConfigError) as error:
             raise ArtifactError(f"{path}: {name!r} is no quantized tensor: {error}.") from error
     return {**flat, **tensors}
+
+
+def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes plain tensors and texts to a ``.safetensors`` file, with a checksum of both; complete or not there.
+
+    Raises:
+        ImportError: safetensors is not installed.
+    """
+    safetensors = _safetensors()
+    # A file holds no views: each tensor gets memory of its own.
+    flat = {n: value.detach().cpu().clone(memory_format=torch.contiguous_format) for n, value in tensors.items()}
+    with written_whole(path) as temporary:
+        safetensors.torch.save_file(flat, temporary, {**metadata, _DIGEST: _checksum(flat, metadata)})
+
+
+def read_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and texts of a ``.safetensors`` file; those of :func:`write_safetensors` have to be unchanged.
+
+    Raises:
+        ArtifactError: It is no such file, or damaged.
+        FileNotFoundError: There is no file.
+        ImportError: safetensors is not installed.
+    """
+    safetensors = _safetensors()
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such file.")
+    try:
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+    except (safetensors.SafetensorError, OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise ArtifactError(f"{path} is no whole safetensors file: {error}.") from error
+    digest = metadata.pop(_DIGEST, None)
+    if (digest is not None or any(key.startswith("qlightning") for key in metadata)) and digest != _checksum(
+        flat, metadata
+    ):
+        raise ArtifactError(f"{path}: its contents do not have the checksum that they were saved with.")
+    return flat, metadata
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """The SHA-256 of tensors and texts, in the order of their names."""
+    digest = hashlib.sha256()
+    for name, text in sorted(metadata.items()):
+        digest.update(json.dumps([name, text]).encode())
+    for name, value in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _schemes(path: str | Path, text: str | None) -> dict[str, Any]:

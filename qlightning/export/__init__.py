@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,15 @@ from torch import nn
 from qlightning.backends import Backend
 from qlightning.errors import ConfigError
 from qlightning.export.metadata import Metadata
-from qlightning.export.onnx import save_onnx
-from qlightning.export.pt2 import load_pt2, metadata_of, save_pt2
+from qlightning.export.onnx import onnx_metadata, save_onnx
+from qlightning.export.openvino import openvino_metadata, save_openvino
+from qlightning.export.pt2 import load_pt2, pt2_metadata, save_pt2
+from qlightning.export.state import load_state, save_state, state_metadata
 
-__all__ = ["SUFFIXES", "Metadata", "load", "metadata_of", "save", "save_onnx", "save_pt2"]
+__all__ = ["SUFFIXES", "Metadata", "load", "metadata_of", "save"]
 
-_SAVERS = {".pt2": save_pt2, ".onnx": save_onnx}
+_SAVERS = {".pt2": save_pt2, ".onnx": save_onnx, ".xml": save_openvino, ".safetensors": save_state}
+_READERS = {".pt2": pt2_metadata, ".onnx": onnx_metadata, ".xml": openvino_metadata, ".safetensors": state_metadata}
 SUFFIXES = tuple(_SAVERS)
 """The kinds of files that :func:`save` writes."""
 
@@ -30,7 +33,14 @@ def save(
     class_names: Sequence[str] | None = None,
     source: str | Path | None = None,
 ) -> Metadata:
-    """Saves an int8 model to a file of the kind that the suffix says: ``.pt2`` or ``.onnx``.
+    """Saves an int8 model to a file of the kind that the suffix says.
+
+    ======================  ========================================================================================
+    ``.pt2``                torch and qlightning run it, without the source code of the model
+    ``.safetensors``        the int8 state dict; qlightning builds the model on an instance of the float one
+    ``.onnx``               ONNX Runtime, OpenVINO and others
+    ``.xml``                OpenVINO IR; the integers are in the ``.bin`` beside it
+    ======================  ========================================================================================
 
     Args:
         int8: A model from ``convert`` or ``quantize_model``.
@@ -60,27 +70,55 @@ def save(
         >>> facts.inputs[0].shape
         (-1, 4)
     """
-    saver = _SAVERS.get(Path(path).suffix)
-    if saver is None:
-        raise ConfigError(f"{path}: the suffix says the kind of file; possible are {', '.join(_SAVERS)}.")
+    saver = _of_kind(path, _SAVERS)
     return saver(int8, path, example_inputs=example_inputs, metrics=metrics, class_names=class_names, source=source)
 
 
-def load(path: str | Path, *, backend: str | Backend = "auto") -> nn.Module:
-    """Makes an int8 model of a ``.pt2`` file from :func:`save`; nothing in the file is executed.
+def load(path: str | Path, model: nn.Module | None = None, *, backend: str | Backend = "auto") -> nn.Module:
+    """Makes an int8 model of a ``.pt2`` or ``.safetensors`` file from :func:`save`; nothing in it is executed.
 
     Args:
         path: The file.
+        model: For ``.safetensors`` an instance of the float model, of any weights; left as it is.
         backend: What it is to run on; ``"auto"`` picks by the CPU and says where that is another than it was made for.
 
     Raises:
-        ConfigError: It is a file that other runtimes run.
-        ArtifactError: It is no such file, or damaged. Nothing is loaded then.
+        ConfigError: It is a file that other runtimes run, or ``model`` is missing, or given and not needed.
+        ArtifactError: It is no such file, or damaged, or belongs to another model. Nothing is loaded then.
         BackendError: The backend cannot run here, or not these ranges.
         FileNotFoundError: There is no file.
     """
-    if Path(path).suffix == ".onnx":
+    suffix = Path(path).suffix
+    if suffix in (".onnx", ".xml"):
         raise ConfigError(
-            f"{path}: ONNX files are run by onnxruntime or openvino; save the model as .pt2 to load it here."
+            f"{path}: {'onnxruntime or openvino run' if suffix == '.onnx' else 'openvino runs'} this kind of file. "
+            "Save the model as .pt2 to load it here."
         )
+    if suffix == ".safetensors":
+        if model is None:
+            raise ConfigError(
+                f"{path} holds a state dict: give an instance of the float model, load(path, model=...), or save the "
+                "int8 model as .pt2, which needs none."
+            )
+        return load_state(path, model, backend=backend)
+    if model is not None:
+        raise ConfigError(f"{path}: only a .safetensors file is loaded into a model; leave out model=.")
     return load_pt2(path, backend=backend)
+
+
+def metadata_of(path: str | Path) -> Metadata:
+    """The facts that a file from :func:`save` carries.
+
+    Raises:
+        ConfigError: No file of ours has this suffix.
+        ArtifactError: It is no such file, or damaged.
+        FileNotFoundError: There is no file.
+        ImportError: A library that the kind of file needs is not installed.
+    """
+    return _of_kind(path, _READERS)(path)
+
+
+def _of_kind(path: str | Path, by_suffix: Mapping[str, Callable[..., Metadata]]) -> Callable[..., Metadata]:
+    if (found := by_suffix.get(Path(path).suffix)) is None:
+        raise ConfigError(f"{path}: the suffix says the kind of file; possible are {', '.join(by_suffix)}.")
+    return found

@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from qlightning.backends.base import cpu_features
 from qlightning.errors import ArtifactError, ConfigError
@@ -142,39 +143,52 @@ class Metadata:
             raise ArtifactError(f"{where}: its metadata is damaged: {error}.") from error
 
 
-def collect(
-    int8: nn.Module,
-    qdq: QDQModule,
-    free: Sequence[Sequence[int]],
-    *,
-    metrics: Mapping[str, float] | None = None,
-    class_names: Sequence[str] | None = None,
-    source: str | Path | None = None,
-) -> Metadata:
-    """Gathers the facts about an int8 model.
+class Notes(TypedDict, total=False):
+    """What a file is to say beside what the model itself says.
 
-    Args:
-        int8: The model.
-        qdq: Its QDQ form.
-        free: For each input the dimensions whose sizes are free.
+    Attributes:
         metrics: Numbers by name.
         class_names: Names of the outputs.
-        source: The checkpoint that it was made from.
-
-    Raises:
-        ConfigError: A metric is no number, or a class name no string.
+        source: The checkpoint that the model was made from; its SHA-256 is kept.
     """
-    for name, value in (metrics or {}).items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"metrics[{name!r}]={value!r}: numbers by name are needed, such as {{'accuracy': 0.91}}.")
-    if any(not isinstance(name, str) for name in class_names or ()):
-        raise ConfigError("class_names: strings are needed.")
-    inputs = tuple(
+
+    metrics: Mapping[str, float] | None
+    class_names: Sequence[str] | None
+    source: str | Path | None
+
+
+def input_specs(qdq: QDQModule, free: Sequence[Sequence[int]]) -> tuple[InputSpec, ...]:
+    """What a model takes.
+
+    Args:
+        qdq: Its QDQ form.
+        free: For each input the dimensions whose sizes are free.
+    """
+    return tuple(
         InputSpec(
             name, tuple(-1 if d in sizes else size for d, size in enumerate(x.shape)), str(x.dtype)[6:], tuple(x.shape)
         )
         for name, x, sizes in zip(qdq.names, qdq.example, free, strict=True)
     )
+
+
+def collect(int8: nn.Module, inputs: tuple[InputSpec, ...], **notes: Unpack[Notes]) -> Metadata:
+    """Gathers the facts about an int8 model.
+
+    Args:
+        int8: The model.
+        inputs: What it takes.
+        notes: What else the file is to say.
+
+    Raises:
+        ConfigError: A metric is no number, or a class name no string.
+    """
+    metrics, class_names, source = notes.get("metrics"), notes.get("class_names"), notes.get("source")
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"metrics[{name!r}]={value!r}: numbers by name are needed, such as {{'accuracy': 0.91}}.")
+    if any(not isinstance(name, str) for name in class_names or ()):
+        raise ConfigError("class_names: strings are needed.")
     given: dict[str, Any] = {
         "inputs": inputs,
         "cpu": cpu_features(),

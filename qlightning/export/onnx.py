@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from qlightning.errors import ArtifactError
-from qlightning.export.metadata import KEY, Metadata, collect
+from qlightning.export.metadata import KEY, Metadata, Notes, collect, input_specs
 from qlightning.files import written_whole
 from qlightning.graph.qdq_module import QDQModule, qdq_module, with_free_batch
 
@@ -23,15 +24,7 @@ OPSET = 20
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
 
 
-def save_onnx(
-    int8: nn.Module,
-    path: str | Path,
-    *,
-    example_inputs: Any = None,
-    metrics: Mapping[str, float] | None = None,
-    class_names: Sequence[str] | None = None,
-    source: str | Path | None = None,
-) -> Metadata:
+def save_onnx(int8: nn.Module, path: str | Path, *, example_inputs: Any = None, **notes: Unpack[Notes]) -> Metadata:
     """Writes an int8 model as ONNX with explicit quantization (QDQ), checked by ONNX's own checker.
 
     Weights are int8 in the file, biases int32 with the scale of the sums, as runtimes expect them; BatchNorm is folded.
@@ -41,9 +34,7 @@ def save_onnx(
         int8: A model from ``convert`` or ``quantize_model``.
         path: The file, ``.onnx``.
         example_inputs: The arguments of a call; None: like one that the model has seen.
-        metrics: Numbers to be kept in the file, by name.
-        class_names: Names of the outputs, to be kept in the file.
-        source: The checkpoint that the model was made from; its SHA-256 is kept.
+        notes: What else the file is to say.
 
     Returns:
         The facts that the file carries, in its ``metadata_props``.
@@ -53,17 +44,44 @@ def save_onnx(
         ArtifactError: The shapes of its inputs are not known, or ONNX has no operator for a part of it.
         ImportError: onnx or onnxscript is not installed.
     """
+    proto, found = onnx_model(int8, example_inputs, **notes)
+    with written_whole(path) as temporary:
+        _onnx().save_model(proto, temporary)
+    return found
+
+
+def onnx_model(int8: nn.Module, example_inputs: Any = None, **notes: Unpack[Notes]) -> tuple[Any, Metadata]:
+    """The ONNX model that :func:`save_onnx` writes, as a ``ModelProto``, and its facts."""
     onnx = _onnx()
     qdq = qdq_module(int8, example_inputs)
     proto, free = _exported(qdq)
     _quantize_biases(onnx, proto)
-    found = collect(int8, qdq, free, metrics=metrics, class_names=class_names, source=source)
+    found = collect(int8, input_specs(qdq, free), **notes)
     onnx.helper.set_model_props(proto, {KEY: found.to_json()})
     proto.producer_name = "qlightning"
     onnx.checker.check_model(proto, full_check=True)
-    with written_whole(path) as temporary:
-        onnx.save_model(proto, temporary)
-    return found
+    return proto, found
+
+
+def onnx_metadata(path: str | Path) -> Metadata:
+    """The facts that a file from :func:`save_onnx` carries.
+
+    Raises:
+        ArtifactError: It is no such file, or damaged.
+        FileNotFoundError: There is no file.
+        ImportError: onnx is not installed.
+    """
+    onnx = _onnx()
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        proto = onnx.ModelProto.FromString(content)  # no external data is looked for
+        texts = [entry.value for entry in proto.metadata_props if entry.key == KEY]
+    except Exception as error:  # protobuf's own, which has several names
+        raise ArtifactError(f"{path} is no ONNX file: {error}.") from error
+    if len(texts) != 1:
+        raise ArtifactError(f"{path}: there is no metadata of qlightning in it.")
+    return Metadata.from_json(texts[0], str(path))
 
 
 def _onnx() -> Any:

@@ -9,20 +9,21 @@ import math
 import types
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from typing_extensions import Unpack
 
-from qlightning.backends import Backend, backends, resolve_backend
+from qlightning.backends import Backend
 from qlightning.backends.qdq import DEQUANTIZE_PER_CHANNEL, QUANTIZE, QParams, layer_path
-from qlightning.errors import ArtifactError, BackendError, QuantizationError
+from qlightning.errors import ArtifactError, QuantizationError
 from qlightning.export.archive import Archive
+from qlightning.export.choice import backend_for
 from qlightning.export.graph_json import check_paths, decode, encode
-from qlightning.export.metadata import Metadata, collect, dtype_of
+from qlightning.export.metadata import Metadata, Notes, collect, dtype_of, input_specs
 from qlightning.files import written_whole
 from qlightning.graph.bind import Captured, Program, bind
 from qlightning.graph.convert import ConvertedModule, stays_in_eval
@@ -37,15 +38,7 @@ _METADATA, _GRAPH = "qlightning.json", "qlightning.graph.json"
 _PARTS = ("codes", "scale", "zero_point", "bias")
 
 
-def save_pt2(
-    int8: nn.Module,
-    path: str | Path,
-    *,
-    example_inputs: Any = None,
-    metrics: Mapping[str, float] | None = None,
-    class_names: Sequence[str] | None = None,
-    source: str | Path | None = None,
-) -> Metadata:
+def save_pt2(int8: nn.Module, path: str | Path, *, example_inputs: Any = None, **notes: Unpack[Notes]) -> Metadata:
     """Writes an int8 model as a ``torch.export`` archive of its QDQ form; batch and, where it can, image size are free.
 
     ``load_pt2`` makes an int8 model of it on any machine with torch and qlightning; ``torch.export.load`` (with
@@ -56,9 +49,7 @@ def save_pt2(
         int8: A model from ``convert`` or ``quantize_model``.
         path: The file, ``.pt2``.
         example_inputs: The arguments of a call; None: like one that the model has seen.
-        metrics: Numbers to be kept in the file, by name.
-        class_names: Names of the outputs, to be kept in the file.
-        source: The checkpoint that the model was made from; its SHA-256 is kept.
+        notes: What else the file is to say.
 
     Returns:
         The facts that the file carries.
@@ -69,7 +60,7 @@ def save_pt2(
     """
     qdq = qdq_module(int8, example_inputs)
     program, free = _exported(qdq)
-    found = collect(int8, qdq, free, metrics=metrics, class_names=class_names, source=source)
+    found = collect(int8, input_specs(qdq, free), **notes)
     structure = _structure(qdq)
     check_paths([*program.state_dict, *program.constants], type(int8).__name__)
     with written_whole(path) as temporary:
@@ -114,7 +105,7 @@ def load_pt2(path: str | Path, *, backend: str | Backend = "auto") -> nn.Module:
     root = _tree(tensors, content["layers"], str(path))
     try:
         _fold_weights(graph, root)
-        chosen = _backend(backend, facts, graph, root)
+        chosen = backend_for(backend, facts, *_schemes(graph, root))
         return _bound(root, graph, facts, chosen)
     except (QuantizationError, Warning):
         raise
@@ -122,7 +113,7 @@ def load_pt2(path: str | Path, *, backend: str | Backend = "auto") -> nn.Module:
         raise ArtifactError(f"{path}: its graph is damaged: {type(error).__name__}: {error}.") from error
 
 
-def metadata_of(path: str | Path) -> Metadata:
+def pt2_metadata(path: str | Path) -> Metadata:
     """The facts that a file from :func:`save_pt2` carries.
 
     Raises:
@@ -303,36 +294,13 @@ def _submodule(root: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _backend(wanted: str | Backend, facts: Metadata, graph: fx.Graph, root: nn.Module) -> Backend:
-    """The backend that runs the graph: what was asked for, or with "auto" the fastest here that can."""
-    chosen = resolve_backend(wanted)
-    problem = _problem(chosen, graph, root)
-    if problem and wanted != "auto":
-        raise BackendError(f"Backend {chosen.name!r} cannot run this file: {problem} Load it with backend='reference'.")
-    if problem:
-        warnings.warn(f"The file runs on 'reference', at float speed: {problem}", stacklevel=4)
-        return backends()["reference"]
-    if chosen.name != facts.backend:
-        warnings.warn(
-            f"The file was made for backend {facts.backend!r} (CPU: {facts.cpu}) and runs on {chosen.name!r}: results "
-            "may differ by the rounding of sums.",
-            stacklevel=4,
-        )
-    return chosen
-
-
-def _problem(backend: Backend, graph: fx.Graph, root: nn.Module) -> str:
-    """Why a backend does not take the schemes of a graph; empty where it does."""
+def _schemes(graph: fx.Graph, root: nn.Module) -> tuple[set[QScheme], set[QScheme]]:
+    """The schemes of a graph's activations and weights."""
     activations = {_activation(node) for node in graph.nodes if node.target is QUANTIZE}
     paths = {layer_path(node) for node in graph.nodes if layer_path(node) is not None}
-    weights = {layer.scheme for path in paths if isinstance(layer := root.get_submodule(str(path)), QuantizedLayer)}
-    for activation in activations:
-        for weight in weights:
-            if problem := backend.accepts(activation, weight):
-                return problem
-            if backend.saturates(activation, weight):
-                return "It has full 8-bit activations and weights, on which this CPU would saturate."
-    return ""
+    return activations, {
+        layer.scheme for path in paths if isinstance(layer := root.get_submodule(str(path)), QuantizedLayer)
+    }
 
 
 def _activation(node: fx.Node) -> QScheme:

@@ -110,6 +110,37 @@ class Captured:
         if not keywords and all(value == LEAF for value in positional):
             self._plain[len(positional), training] = self.programs[spec, training]
 
+    def expect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: bool) -> None:
+        """Traces the module for a call like this one, in its mode.
+
+        Args:
+            module: The module.
+            args: Arguments that stand for those of a call.
+            kwargs: Likewise.
+            frozen: Whether numbers among them are part of the graph.
+
+        Raises:
+            TraceError: The forward cannot be traced for it.
+        """
+        if frozen:
+            self._numeric.add(describe_call(self.signature, args, kwargs)[0])
+        self.program(module, describe_call(self.signature, args, kwargs, freeze_numbers=frozen)[0])
+
+    def remember(self, names: list[str], example: Example) -> None:
+        """Takes a call with leaves of these names for one that was seen."""
+        for (spec, _), programs in self.programs.items():
+            for program in programs:
+                if spec.leaf_names == names and program.example is None:
+                    program.example = example
+
+    def rewrite(self, change: Callable[[Program], Program]) -> None:
+        """Puts another program in the place of each."""
+        entries = [(key, program) for key, programs in self.programs.items() for program in programs]
+        changed = {program: change(program) for _, program in entries}
+        self.programs, self._plain = {}, {}
+        for (spec, training), program in entries:
+            self.add(spec, training, changed[program])
+
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph for these arguments, and traces it first where there is none.
 

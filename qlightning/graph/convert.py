@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from qlightning.backends import Backend, resolve_backend
 from qlightning.backends.qdq import has_attribute
 from qlightning.errors import BackendError, CalibrationError, CaptureError, ConfigError
-from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, raise_nonfinite
+from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, fake_quantizers, raise_nonfinite
 from qlightning.graph import state
 from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, Captured, Example, Program, bind
 from qlightning.graph.failure import TraceError
-from qlightning.graph.preparation import CONV_TYPES, Preparation, PreparedModule, is_prepared
+from qlightning.graph.preparation import CONV_TYPES, Grid, Preparation, PreparedModule, is_prepared
 from qlightning.graph.qdq import GraphConversion
 from qlightning.graph.ranges import WIDE, wide
 from qlightning.graph.reads import Read
@@ -55,6 +56,23 @@ def convert(prepared: nn.Module, *, backend: str | Backend | None = None) -> nn.
     return _convert(prepared, backend, keep_class=True)
 
 
+def lower_again(int8: nn.Module, backend: Backend) -> None:
+    """Lets an int8 model run on another backend, or on codes that have changed since; in place."""
+    for module in int8.modules():
+        if isinstance(module, QuantizedLayer):
+            module.unpack()
+    for root in [module for module in int8.modules() if isinstance(module, BoundModule)]:
+
+        def lowered(program: Program, root: nn.Module = root) -> Program:
+            assert program.qdq is not None
+            again = Program(backend.lower(program.qdq, root), program.reads, program.qdq)
+            again.example = program.example
+            return again
+
+        root._captured.rewrite(lowered)
+    int8.__dict__["_backend"] = backend
+
+
 @torch.no_grad()
 def convert_standalone(prepared: nn.Module, backend: str | Backend | None = None) -> nn.Module:
     """As :func:`convert`, but the result is a bare module with the forward alone, not of the class of ``prepared``."""
@@ -82,7 +100,9 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
     with torch.inference_mode(False), torch.no_grad():  # the first alone switches gradients on
         _check_observed(prepared)
         converted = _convert_tree(prepared, chosen, keep_class)
-    converted.__dict__["_preparation"] = preparation
+    activations = [(n, m) for n, m in fake_quantizers(prepared) if not isinstance(m, WeightFakeQuantize)]
+    grids = {name: Grid.of(fq) for name, fq in activations if fq.observed}
+    converted.__dict__["_preparation"] = replace(preparation, grids=grids)
     converted.__dict__["_backend"] = chosen
     state.guard(converted)
     for parameter in converted.parameters():

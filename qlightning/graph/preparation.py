@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from qlightning.backends import Backend
 from qlightning.calls import LAYER_FUNCTIONS, function_name
+from qlightning.fake_quantize import FakeQuantize
 from qlightning.graph.bind import BoundModule
 from qlightning.graph.capture import CapturedRoot
 from qlightning.graph.failure import TraceFailure
@@ -17,6 +18,33 @@ from qlightning.graph.tracing import has_layers
 from qlightning.nn.qat import QATLayer, has_forward_hooks, layer_type
 from qlightning.qconfig import Mode, QConfig, Resolver
 from qlightning.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where the values of an activation lie.
+
+    Attributes:
+        scale: float32, 0-d or (channels,).
+        zero_point: int32, likewise.
+        ndims: The numbers of dimensions that it was observed with.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    ndims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, fq: FakeQuantize) -> Grid:
+        """The grid of a fake-quantizer."""
+        return cls(fq.scale.detach().cpu().clone(), fq.zero_point.detach().cpu().clone(), tuple(sorted(fq.seen_ndims)))
+
+    def give(self, fq: FakeQuantize) -> None:
+        """Lets a fake-quantizer round to this grid."""
+        fq.scale.resize_(self.scale.shape).copy_(self.scale)
+        fq.zero_point.resize_(self.zero_point.shape).copy_(self.zero_point)
+        fq.seen_ndims = set(self.ndims)
+        fq.observed = True
 
 
 @dataclass(frozen=True)
@@ -30,6 +58,7 @@ class Preparation:
         reasons: Why a layer stays float, by its name.
         failures: Modules whose forward could not be traced.
         to_convert: Whether who loads the model's state dict is to convert it.
+        grids: Of an int8 model the grids of its activations, by the name of the fake-quantizer.
     """
 
     qconfig: QConfig
@@ -38,6 +67,7 @@ class Preparation:
     reasons: dict[str, str] = field(default_factory=dict)
     failures: tuple[TraceFailure, ...] = ()
     to_convert: bool = False
+    grids: Mapping[str, Grid] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
         return self

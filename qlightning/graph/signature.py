@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CONSTANTS = (type(None), bool, str, bytes, enum.Enum, torch.dtype, torch.device, torch.memory_format)
-LEAF, _VALUE = "*", "?"  # tensors, and all else that the graph takes as inputs
+LEAF, VALUE = "*", "?"  # tensors, and all else that the graph takes as inputs
 
 
 class CallSpec:
@@ -82,7 +82,7 @@ def describe_call(
         if isinstance(value, Tensor):
             return LEAF
         values.add(names[-1])
-        return _VALUE
+        return VALUE
 
     parameters = list(signature.parameters.values())
     positional, keywords = [], []
@@ -107,7 +107,7 @@ def describe_call(
 
 
 def _spell(spec: Any) -> str:
-    if spec in (LEAF, _VALUE):
+    if spec in (LEAF, VALUE):
         return LEAF
     kind, cls, content = spec
     if kind == "constant":
@@ -127,7 +127,7 @@ def _unique(name: str, taken: list[str]) -> str:
 
 
 def _rebuild(spec: Any, leaves: Any) -> Any:
-    if spec in (LEAF, _VALUE):
+    if spec in (LEAF, VALUE):
         return next(leaves)
     kind, cls, content = spec
     if kind == "constant":

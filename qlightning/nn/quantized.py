@@ -96,6 +96,12 @@ class QuantizedLayer(nn.Module):
         self.__dict__[name] = pack(self)
         return name
 
+    def unpack(self) -> None:
+        """Drops the packed weights."""
+        for name, _ in self._packings:
+            del self.__dict__[name]
+        self._packings = []
+
     def repack(self) -> None:
         """Builds the packed weights again, after the codes have changed."""
         for name, pack in self._packings:

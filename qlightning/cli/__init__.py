@@ -1,0 +1,78 @@
+"""The command line: ``qlightning inspect | export | bench | compare``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from qlightning.cli import bench, compare, export, inspect
+from qlightning.errors import QuantizationError
+from qlightning.version import __version__
+
+_COMMANDS = (inspect, export, bench, compare)
+_EPILOG = """\
+examples:
+  qlightning inspect net.pt2
+  qlightning export last.ckpt net.onnx --model torchvision.models.resnet18 num_classes=10 --input 1,3,224,224
+  qlightning bench net.pt2 --batch 1 16 --threads 1 2
+  qlightning compare net.pt2 net.onnx
+
+exit status: 0 done, 1 the command failed (the reason is on stderr), 2 it was called wrongly, 130 interrupted.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: Those after the name of the program; None: those of the process.
+
+    Returns:
+        The exit status.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            options.run(options)
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has gone (head); nothing is left to say, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("qlightning: interrupted.", file=sys.stderr)
+        return 130
+    except (QuantizationError, ImportError, OSError) as error:
+        print(f"qlightning {options.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qlightning",
+        description="Looks into files of int8 models, turns them into other kinds, times and compares them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"qlightning {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for command in _COMMANDS:
+        added = commands.add_parser(
+            command.__name__.rpartition(".")[2],
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            epilog=command.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(added)
+        added.add_argument("--json", action="store_true", help="print JSON in place of text")
+        added.set_defaults(run=command.run)
+    return parser
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"qlightning: warning: {message}", file=sys.stderr)

@@ -1,0 +1,136 @@
+"""Float nets that users name on the command line."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qlightning.errors import ConfigError, closest
+from qlightning.export import Metadata
+
+MODEL_HELP = (
+    "the float net: the dotted path of a class or function, which is imported and called, and its keyword arguments, "
+    "such as torchvision.models.resnet18 num_classes=10"
+)
+
+
+def build(target: Sequence[str]) -> nn.Module:
+    """Builds a net.
+
+    Args:
+        target: The dotted path of a class or function, and ``name=value`` for each argument; values are read as Python
+            literals, else as texts.
+
+    Raises:
+        ConfigError: There is no such thing, or it does not take the arguments, or gives no module.
+    """
+    path, *pairs = target
+    made = _found(path)
+    arguments = dict(_argument(pair) for pair in pairs)
+    try:
+        net = made(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--model {' '.join(target)}: {error}.") from error
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"--model {path} gives a {type(net).__name__}, not a torch.nn.Module.")
+    return net.eval()
+
+
+def from_config(path: Path) -> nn.Module:
+    """Builds the net of a recipe from the ``config.yaml`` that its run has left.
+
+    Raises:
+        ConfigError: It has no ``model`` with a ``_target_``.
+        FileNotFoundError: There is no file.
+        ImportError: hydra is not installed, or the recipes are not to be found.
+    """
+    try:
+        from hydra.utils import instantiate
+        from omegaconf import OmegaConf
+    except ImportError as error:
+        raise ImportError("A recipe's config needs hydra: pip install 'qlightning[recipes]'.") from error
+    config = OmegaConf.load(path)
+    if "model" not in config or "_target_" not in config.model:
+        raise ConfigError(f"{path}: it has no model with a _target_; the config.yaml of a recipe's run is needed.")
+    sys.path.insert(0, str(Path.cwd()))  # recipes/ is no part of the package
+    try:
+        net = instantiate(config.model, weights=None)
+    except Exception as error:  # hydra's own, around whatever the target raises
+        raise ConfigError(f"{path}: its model cannot be built: {error}") from error
+    finally:
+        sys.path.pop(0)
+    assert isinstance(net, nn.Module)
+    return net.eval()
+
+
+def example(text: str) -> tuple[Tensor, ...]:
+    """Zeros of the shapes of a call, such as ``1,3,224,224``; those of several inputs are separated by ``;``.
+
+    Raises:
+        ConfigError: It is no list of sizes.
+    """
+    try:
+        return tuple(torch.zeros([int(size) for size in shape.split(",")]) for shape in text.split(";"))
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"--input {text!r}: sizes are needed, such as 1,3,224,224.") from error
+
+
+def inputs_like(facts: Metadata, batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
+    """Random inputs of the kinds that a model takes: normal numbers, or zeros and ones for integers.
+
+    Args:
+        facts: The facts of the model.
+        batch: The free first size; None: that of the example.
+        seed: Of the random numbers.
+
+    Raises:
+        ConfigError: It is not known what the model takes, or its batch size is not free.
+    """
+    if not facts.inputs:
+        raise ConfigError("The file does not say what the model takes, as it is no single graph.")
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for spec in facts.inputs:
+        shape = list(spec.example)
+        if batch is not None and shape:
+            if spec.shape[0] >= 0 and batch != shape[0]:
+                raise ConfigError(f"The input {spec.name!r} has a batch size of {shape[0]} for good.")
+            shape[0] = batch
+        dtype = getattr(torch, spec.dtype)
+        if dtype.is_floating_point:
+            made.append(torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype))
+        else:
+            made.append(torch.randint(0, 2, shape, generator=generator).to(dtype))
+    return tuple(made)
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    sys.path.insert(0, str(Path.cwd()))  # of a script, this is its folder and not that of the user
+    try:
+        parent = importlib.import_module(module) if module else None
+    except ImportError as error:
+        raise ConfigError(f"--model {path}: {error}.") from error
+    finally:
+        sys.path.pop(0)
+    if parent is None or not hasattr(parent, name):
+        hint = closest(name, dir(parent)) if parent is not None else " A dotted path is needed."
+        raise ConfigError(f"--model {path}: there is no {name!r} in {module or 'it'}.{hint}")
+    return getattr(parent, name)
+
+
+def _argument(pair: str) -> tuple[str, Any]:
+    name, equals, text = pair.partition("=")
+    if not equals or not name.isidentifier():
+        raise ConfigError(f"--model: {pair!r} is no argument; name=value is needed.")
+    try:
+        return name, ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return name, text
