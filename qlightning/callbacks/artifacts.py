@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from qlightning.errors import ConfigError
-from qlightning.export import SUFFIXES
+from qlightning.export import SUFFIXES, Metadata
 from qlightning.export import save as save_model
 
 
@@ -27,7 +27,7 @@ def checked_paths(paths: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
     return tuple(str(path) for path in listed)
 
 
-def write(trainer: Any, int8: Mapping[str, nn.Module], paths: Iterable[str], source: str = "") -> list[Path]:
+def write(trainer: Any, int8: Mapping[str, nn.Module], paths: Iterable[str], source: str = "") -> dict[Path, Metadata]:
     """Writes int8 models, on rank zero.
 
     Args:
@@ -37,21 +37,20 @@ def write(trainer: Any, int8: Mapping[str, nn.Module], paths: Iterable[str], sou
         source: The checkpoint that the models were made from, or empty.
 
     Returns:
-        The files that were written.
+        The files that were written, and the facts that each carries.
 
     Raises:
         ConfigError, ArtifactError: As ``qlightning.save``; files that were written before stay.
     """
     if not trainer.is_global_zero:
-        return []
+        return {}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    written = []
+    written: dict[Path, Metadata] = {}
     for path in paths:
         for name, model in int8.items():
             target = Path(trainer.default_root_dir) / path
             if len(int8) > 1:
                 target = target.with_name(f"{target.stem}.{name or 'model'}{target.suffix}")
-            save_model(model, target, metrics=metrics, source=source or None)
-            written.append(target)
+            written[target] = save_model(model, target, metrics=metrics, source=source or None)
             rank_zero_info(f"Saved the int8 model {name or type(model).__name__} as {target}.")
     return written

@@ -181,7 +181,7 @@ class QuantizationCallback(QuantizingCallback):
 
     def _save(self, trainer: Any, source: str = "") -> None:
         """Writes the files that are asked for."""
-        self.saved = write(trainer, self.int8_modules, self.save, source)
+        self.saved = list(write(trainer, self.int8_modules, self.save, source))
 
     def _undo(self, pl_module: nn.Module) -> None:
         self.int8_modules = self._preparation.undo(pl_module, self.backend)
