@@ -14,6 +14,7 @@ from torch import nn
 from qlightning.backends import Backend, resolve_backend
 from qlightning.callbacks.artifacts import checked_paths, write
 from qlightning.callbacks.base import QuantizingCallback
+from qlightning.callbacks.loggers import Outcome, log_outcome
 from qlightning.callbacks.placement import int8_modules, place_int8
 from qlightning.callbacks.preparation import (
     Preparation,
@@ -180,8 +181,12 @@ class QuantizationCallback(QuantizingCallback):
         self.report = self._report(self.int8_modules)
 
     def _save(self, trainer: Any, source: str = "") -> None:
-        """Writes the files that are asked for."""
-        self.saved = list(write(trainer, self.int8_modules, self.save, source))
+        """Writes the files that are asked for, and hands them and the report to the loggers that take such."""
+        files = write(trainer, self.int8_modules, self.save, source)
+        self.saved = list(files)
+        assert self.report is not None
+        root = Path(trainer.default_root_dir)
+        log_outcome(trainer, Outcome(self.int8_modules, self.report, files, root, trainer.global_step))
 
     def _undo(self, pl_module: nn.Module) -> None:
         self.int8_modules = self._preparation.undo(pl_module, self.backend)

@@ -45,7 +45,8 @@ class PostTrainingQuantization(QuantizationCallback):
         calibration_fn: Called with the LightningModule and a batch, it passes the batch to the nets; for batches that
             no step takes.
         save: Files to write the int8 net to once it is calibrated: ``"net.pt2"``, ``["net.pt2", "net.onnx"]``, below
-            the Trainer's ``default_root_dir``; with the metrics of a fit inside.
+            the Trainer's ``default_root_dir``; with the metrics of a fit inside. Loggers get them as from
+            :class:`QuantizationAwareTraining`.
 
     Attributes:
         int8_model: The int8 net; a dict by name where there are several, None before the calibration.

@@ -74,7 +74,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             They compile anew at each of the three points above, once. NaN and infinity are then found at the end of a
             step, after the optimizer.
         save: Files to write the int8 net to at fit end: ``"net.pt2"``, ``["net.pt2", "net.onnx"]``, below the Trainer's
-            ``default_root_dir``; with the metrics of the fit inside.
+            ``default_root_dir``; with the metrics of the fit inside. MLFlowLogger and WandbLogger get them, too;
+            TensorBoardLogger gets the report and figures of the weights' codes, with and without files.
 
     Attributes:
         int8_model: The int8 net after fit; a dict by name where there are several.
