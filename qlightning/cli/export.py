@@ -16,7 +16,7 @@ from torch import nn
 from qlightning.cli import nets
 from qlightning.cli.output import show
 from qlightning.errors import ArtifactError, ConfigError, QuantizationError
-from qlightning.export import SUFFIXES, load, save
+from qlightning.export import SUFFIXES, load, parts_of, save
 from qlightning.graph import convert, facts, prepare
 
 HELP = "turn a checkpoint, or a file of an int8 model, into a file of another kind"
@@ -57,12 +57,12 @@ def run(options: argparse.Namespace) -> None:
         net = _net(options) if options.source.suffix == ".safetensors" else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what it runs on here, as it does not run
-            int8 = load(options.source, net, backend=options.backend or "reference")
+            int8 = load(options.source, net, backend=options.backend or "auto")
         facts_of_file = save(int8, options.out, example_inputs=example)
     else:
         int8 = _converted(options)
         facts_of_file = save(int8, options.out, example_inputs=example, source=options.source)
-    size = options.out.stat().st_size
+    size = sum(part.stat().st_size for part in parts_of(options.out))
     text = f"{options.out}: {size / 1e6:.3f} MB, {sum(row.int8 for row in facts_of_file.layers)} layers in int8"
     show({"file": str(options.out), "bytes": size, **asdict(facts_of_file)}, text, options.json)
 

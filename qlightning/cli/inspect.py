@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from qlightning.cli.output import show
-from qlightning.export import SUFFIXES, Metadata, metadata_of
-from qlightning.export.openvino import weights_of
+from qlightning.export import SUFFIXES, Metadata, metadata_of, parts_of
 from qlightning.table import aligned
 
 HELP = "say what is in a file: layers, schemes, inputs, versions, metrics"
@@ -28,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Runs the command."""
     facts = metadata_of(options.file)
-    files = [options.file, *([weights_of(options.file)] if options.file.suffix == ".xml" else [])]
-    size = sum(file.stat().st_size for file in files)
+    size = sum(part.stat().st_size for part in parts_of(options.file))
     show({"file": str(options.file), "bytes": size, **asdict(facts)}, _text(options.file, size, facts), options.json)
 
 

@@ -12,11 +12,11 @@ from qlightning.backends import Backend
 from qlightning.errors import ConfigError
 from qlightning.export.metadata import Metadata
 from qlightning.export.onnx import onnx_metadata, save_onnx
-from qlightning.export.openvino import openvino_metadata, save_openvino
+from qlightning.export.openvino import openvino_metadata, save_openvino, weights_of
 from qlightning.export.pt2 import load_pt2, pt2_metadata, save_pt2
 from qlightning.export.state import load_state, save_state, state_metadata
 
-__all__ = ["SUFFIXES", "Metadata", "load", "metadata_of", "save"]
+__all__ = ["SUFFIXES", "Metadata", "load", "metadata_of", "parts_of", "save"]
 
 _SAVERS = {".pt2": save_pt2, ".onnx": save_onnx, ".xml": save_openvino, ".safetensors": save_state}
 _READERS = {".pt2": pt2_metadata, ".onnx": onnx_metadata, ".xml": openvino_metadata, ".safetensors": state_metadata}
@@ -116,6 +116,11 @@ def metadata_of(path: str | Path) -> Metadata:
         ImportError: A library that the kind of file needs is not installed.
     """
     return _of_kind(path, _READERS)(path)
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files that :func:`save` writes under the name of one: an ``.xml`` has a ``.bin`` beside it."""
+    return [path, weights_of(path)] if path.suffix == ".xml" else [path]
 
 
 def _of_kind(path: str | Path, by_suffix: Mapping[str, Callable[..., Metadata]]) -> Callable[..., Metadata]:

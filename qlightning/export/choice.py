@@ -16,7 +16,7 @@ def backend_for(
 ) -> Backend:
     """The backend that was asked for, or with "auto" the fastest here that can run the schemes.
 
-    With "auto" a warning says where it is another than the file was made for.
+    A warning says where it is another than the file was made for.
 
     Raises:
         BackendError: It cannot run here, or not these schemes.
@@ -28,7 +28,7 @@ def backend_for(
     if problem:
         warnings.warn(f"The file runs on 'reference', at float speed: {problem}", stacklevel=4)
         return backends()["reference"]
-    if wanted == "auto" and chosen.name != facts.backend:
+    if chosen.name != facts.backend:
         warnings.warn(
             f"The file was made for backend {facts.backend!r} (CPU: {facts.cpu}) and runs on {chosen.name!r}: results "
             "may differ by the rounding of sums.",

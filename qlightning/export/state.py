@@ -21,6 +21,7 @@ from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph import convert, facts, is_prepared, prepare
 from qlightning.graph.bind import Captured
 from qlightning.graph.convert import lower_again
+from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import Grid, Preparation, captured_roots
 from qlightning.graph.qdq_module import qdq_module
 from qlightning.graph.signature import LEAF, VALUE
@@ -205,8 +206,13 @@ def _restore(prepared: nn.Module, state: Mapping[str, Any], where: str) -> None:
     prepared.eval()
     for name, calls in state["calls"].items():
         root = _root(prepared, name, where)
-        for call in calls:
-            root.__dict__["_captured"].expect(root, *_arguments(call))
+        for args, kwargs, frozen in map(_arguments, calls):
+            try:
+                root.__dict__["_captured"].expect(root, args, kwargs, frozen)
+            except (TypeError, TraceError) as error:
+                raise ArtifactError(
+                    f"{where} belongs to another model: {type(root).__name__} cannot be called as it: {error}."
+                ) from error
     grids = {
         name: Grid(
             torch.tensor(entry["scale"], dtype=torch.float32),

@@ -1,0 +1,224 @@
+"""The command line, called as the shell calls it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from qlightning import QuantizationAwareTraining, load, save, save_tensors
+from qlightning.cli import main
+from tests.callbacks.nets import loader, samples, task
+from tests.export.nets import encoder_int8, small_int8
+
+SMALL = "tests.export.nets.Small"
+
+
+@pytest.fixture(scope="module")
+def int8():
+    return small_int8()
+
+
+@pytest.fixture(scope="module")
+def folder(int8, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    save(int8, folder / "net.pt2", metrics={"accuracy": 0.5}, class_names=["red", "green", "blue"])
+    save(int8, folder / "net.safetensors")
+    return folder
+
+
+def called(*arguments, capsys):
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_inspect(folder, capsys):
+    status, out, err = called("inspect", folder / "net.pt2", capsys=capsys)
+    assert (status, err) == (0, "")
+    assert "5 of 5 layers in int8" in out
+    assert "x float32 (free, 3, free, free)" in out
+    assert "accuracy 0.5" in out
+    assert "red, green, blue" in out
+    assert any(line.split()[:3] == ["stem.0", "Conv2d", "int8"] for line in out.splitlines())
+    status, out, _ = called("inspect", folder / "net.safetensors", "--json", capsys=capsys)
+    found = json.loads(out)
+    assert status == 0
+    assert found["bytes"] == (folder / "net.safetensors").stat().st_size
+    assert found["inputs"][0]["shape"] == [-1, 3, 8, 8]
+    assert len(found["layers"]) == 5
+
+
+def test_export_between_files(folder, tmp_path, int8, capsys):
+    x, _ = samples(16, seed=1)
+    status, out, _ = called("export", folder / "net.safetensors", tmp_path / "a.pt2", "--model", SMALL, capsys=capsys)
+    assert status == 0
+    assert "5 layers in int8" in out
+    assert torch.equal(load(tmp_path / "a.pt2")(x), int8(x))
+    pytest.importorskip("onnxscript")
+    status, out, _ = called("export", folder / "net.pt2", tmp_path / "a.onnx", "--json", capsys=capsys)
+    assert status == 0
+    assert json.loads(out)["metrics"] == {"accuracy": 0.5}
+    status, out, _ = called("inspect", tmp_path / "a.onnx", capsys=capsys)
+    assert "accuracy 0.5" in out
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of a training with quantization, and the int8 model that it ended in."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    callback = QuantizationAwareTraining()
+    settings = {"max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", callbacks=callback, default_root_dir=folder, **settings)
+    trainer.fit(task(pl, Net(width=6)), loader())
+    (path,) = folder.rglob("*.ckpt")
+    return path, callback.int8_model
+
+
+def test_export_of_a_checkpoint(trained, tmp_path, capsys):
+    path, int8 = trained
+    net = ["--model", "tests.cli.test_cli.Net", "width=6"]
+    status, out, _ = called("export", path, tmp_path / "net.pt2", *net, "--input", "1,3,8,8", capsys=capsys)
+    assert status == 0, out
+    loaded = load(tmp_path / "net.pt2")
+    x, _ = samples(16, seed=2)
+    assert torch.equal(loaded(x), int8(x))
+    assert len(loaded.metadata.source_sha256) == 64
+    config = tmp_path / "config.yaml"
+    config.write_text("model:\n  _target_: tests.cli.test_cli.with_weights\n  width: 6\n  weights: file.pt\n")
+    arguments = ["export", path, tmp_path / "again.pt2", "--config", config, "--input", "1,3,8,8"]
+    pytest.importorskip("hydra")
+    assert called(*arguments, capsys=capsys)[0] == 0
+    assert torch.equal(load(tmp_path / "again.pt2")(x), int8(x))
+
+
+def with_weights(width, weights):
+    assert weights is None
+    return Net(width)
+
+
+def test_export_says_what_is_wrong_with_a_checkpoint(trained, tmp_path, capsys):
+    path, _ = trained
+    out = tmp_path / "net.pt2"
+    net = ["--model", "tests.cli.test_cli.Net"]
+
+    def error(*arguments):
+        status, text, err = called("export", *arguments, capsys=capsys)
+        assert status == 1
+        assert text == ""
+        return err
+
+    assert "--input is needed" in error(path, out, *net, "width=6")
+    assert "name the float net" in error(path, out, "--input", "1,3,8,8")
+    assert "belongs to another net than Net" in error(path, out, *net, "width=5", "--input", "1,3,8,8")
+    assert "Did you mean 'Net'" in error(path, out, "--model", "tests.cli.test_cli.Ned", "--input", "1,3,8,8")
+    assert "unexpected keyword argument 'depth'" in error(path, out, *net, "depth=2", "--input", "1,3,8,8")
+    assert "No module named 'nowhere'" in error(path, out, "--model", "nowhere.Net", "--input", "1,3,8,8")
+    assert "gives a OrderedDict" in error(path, out, "--model", "collections.OrderedDict", "--input", "1,3,8,8")
+    assert "sizes are needed" in error(path, out, *net, "width=6", "--input", "1,x")
+    assert "has the nets net" in error(path, out, *net, "width=6", "--input", "1,3,8,8", "--part", "body")
+    torch.save(Net().state_dict(), tmp_path / "float.ckpt")
+    assert "does not say how its net was prepared" in error(tmp_path / "float.ckpt", out, *net, "--input", "1,3,8,8")
+    torch.save(Net(), tmp_path / "whole.pt")
+    assert "without executing" in error(tmp_path / "whole.pt", out, *net, "--input", "1,3,8,8")
+    assert "the suffix says" in error(path, tmp_path / "net.bin", *net)
+    assert "no such file" in error(tmp_path / "none.ckpt", out, *net)
+    assert not out.exists()
+
+
+def test_bench(folder, capsys):
+    arguments = ["bench", folder / "net.pt2", "--batch", 1, 4, "--threads", 1, "--rounds", 3, "--model", SMALL]
+    status, out, err = called(*arguments, capsys=capsys)
+    assert (status, err) == (0, "")
+    assert [line.split()[1:3] for line in out.splitlines()[2:]] == [["1", "1"], ["1", "1"], ["1", "4"], ["1", "4"]]
+    _, out, _ = called(*arguments, "--json", capsys=capsys)
+    rows = json.loads(out)["results"]
+    assert all(row["ms"] > 0 and row["speedup"] > 0 for row in rows)
+    assert [row["model"] for row in rows] == [str(folder / "net.pt2"), "float"] * 2
+    status, _, err = called("bench", folder / "net.safetensors", capsys=capsys)
+    assert status == 1
+    assert "name the float net by --model" in err
+
+
+def test_compare(folder, tmp_path, capsys):
+    other = small_int8("reference")
+    other.fc.codes[0] = 0
+    save(other, tmp_path / "other.pt2")
+    x, _ = samples(16, seed=3)
+    save_tensors({"x": x}, tmp_path / "x.safetensors")
+    arguments = ["compare", folder / "net.pt2", tmp_path / "other.pt2", "--inputs", tmp_path / "x.safetensors"]
+    status, out, _ = called(*arguments, "--json", "--backend", "reference", capsys=capsys)
+    found = json.loads(out)
+    assert status == 0
+    layers = {row["name"]: row for row in found["layers"]}
+    assert len(layers) == 5
+    assert 0 < found["outputs"][0]["sqnr"] < 40
+    assert layers["fc"]["weight_sqnr"] < 40
+    assert layers["fc"]["output_sqnr"] == pytest.approx(found["outputs"][0]["sqnr"], abs=1e-3)
+    assert layers["excite"]["weight_sqnr"] is None  # infinite: equal
+    _, out, _ = called(*arguments[:3], capsys=capsys)
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("excite")] == ["equal"]
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    save(small_int8(), tmp_path / "net.onnx")
+    status, out, _ = called("compare", folder / "net.pt2", tmp_path / "net.onnx", "--json", capsys=capsys)
+    assert json.loads(out)["outputs"][0]["sqnr"] > 30
+    assert json.loads(out)["layers"] == []
+
+
+def test_compare_refuses_what_cannot_be_compared(folder, tmp_path, capsys):
+    save(encoder_int8()[0], tmp_path / "encoder.pt2")
+    status, _, err = called("compare", folder / "net.pt2", tmp_path / "encoder.pt2", capsys=capsys)
+    assert status == 1
+    assert "encoder.pt2 does not take inputs of shape (16, 3, 8, 8)" in err
+    save_tensors({"y": torch.zeros(2)}, tmp_path / "y.safetensors")
+    arguments = ["compare", folder / "net.pt2", folder / "net.pt2", "--inputs", tmp_path / "y.safetensors"]
+    assert "a tensor 'x' is needed" in called(*arguments, capsys=capsys)[2]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect", "none.pt2"], ["bench", "none.pt2"], ["compare", "none.pt2", "none.pt2"]]
+)
+def test_a_missing_file_is_one_line_on_stderr(arguments, capsys):
+    status, out, err = called(*arguments, capsys=capsys)
+    assert (status, out) == (1, "")
+    assert err.count("\n") == 1
+    assert "none.pt2" in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["inspect"], ["bench", "net.pt2", "--batch", "0"]])
+def test_a_wrong_call_has_exit_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as found:
+        main(arguments)
+    assert found.value.code == 2
+    assert "usage: qlightning" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "export", "bench", "compare"])
+def test_help_has_examples(command, capsys):
+    with pytest.raises(SystemExit) as found:
+        main([command, "--help"])
+    assert found.value.code == 0
+    assert f"examples:\n  qlightning {command} " in capsys.readouterr().out
+
+
+def test_in_a_shell(folder):
+    """A reader that leaves early is no error, and neither progress nor warnings are in the output."""
+    command = f"{sys.executable} -m qlightning inspect {folder / 'net.pt2'} | head -1"
+    found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert "5 of 5 layers in int8" in found.stdout
+    assert found.stderr == ""
