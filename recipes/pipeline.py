@@ -34,7 +34,8 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
 
     Args:
         config: The composed config; see ``conf/train.yaml``.
-        folder: Gets ``config.yaml`` (resolved), ``float.safetensors`` after a float phase, and ``metrics.json``.
+        folder: Gets ``config.yaml`` (resolved), ``float.safetensors`` after a float phase, ``metrics.json``, and what
+            ``callbacks.quantization.save`` names.
 
     Returns:
         What is in ``metrics.json``; accuracies are fractions of the test images.
@@ -50,9 +51,11 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
     OmegaConf.save(config, folder / "config.yaml", resolve=True)
     pl.seed_everything(config.seed, workers=True)
     callbacks, quantization = build_callbacks(config)
-    stages = _Stages(config)
+    stages = _Stages(config, folder)
+    OmegaConf.update(config, "model.num_classes", stages.data.num_classes, force_add=True)
+    OmegaConf.save(config, folder / "config.yaml", resolve=True)  # with all that builds the net again
 
-    net = build(config, "model", num_classes=stages.data.num_classes)
+    net = build(config, "model")
     quantization.check(stages.task(net))
     if config.model.weights is None or config.float_training.finetune:
         stages.fit(net, "float_training")
@@ -87,6 +90,7 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
         },
         "int8_layers": len(quantization.report.int8_layers),
         "float_layers": len(quantization.report.float_layers),
+        "files": [str(path) for path in quantization.saved],
         "versions": metrics.versions(),
         "seconds": time.perf_counter() - start,
     }
@@ -100,8 +104,9 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
 class _Stages:
     """Trains and tests nets on one data module, with Trainers of one config."""
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, config: DictConfig, folder: Path) -> None:
         self._config = config
+        self._root = {} if "default_root_dir" in config.trainer else {"default_root_dir": str(folder)}
         self._trainer(max_epochs=1)  # what is wrong in the config shows before the data is read, let alone trained on
         self._rates = {name: _rates(config, name) for name in ("float_training", "qat_training")}
         self.data: ClassificationData = build(config, "data")
@@ -136,7 +141,7 @@ class _Stages:
     def _trainer(self, callbacks: list[pl.Callback] | None = None, **settings: object) -> pl.Trainer:
         logging.disable(logging.INFO)  # what hardware there is, from each of the Trainers
         try:
-            trainer = build(self._config, "trainer", callbacks=callbacks or [], **settings)
+            trainer = build(self._config, "trainer", callbacks=callbacks or [], **self._root, **settings)
         finally:
             logging.disable(logging.NOTSET)
         if trainer.world_size > 1:

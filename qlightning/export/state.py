@@ -25,7 +25,7 @@ from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import Grid, Preparation, captured_roots
 from qlightning.graph.qdq_module import qdq_module
 from qlightning.graph.signature import LEAF, VALUE
-from qlightning.nn.quantized import has_int8_layers
+from qlightning.nn.quantized import QuantizedLayer, has_int8_layers
 from qlightning.observers import MinMaxObserver
 from qlightning.tensor_file import read_safetensors, write_safetensors
 
@@ -108,8 +108,8 @@ def load_state(path: str | Path, model: nn.Module, *, backend: str | Backend = "
             prepared = prepare(copy.deepcopy(model), qconfig, backend="reference", mode=mode)
             _restore(prepared, state, where)
             int8 = convert(prepared)
-    except QuantizationError:
-        raise
+    except QuantizationError as error:
+        raise error if where in str(error) else type(error)(f"{where}: {error}") from error
     except Exception as error:  # what damaged values lead to
         raise ArtifactError(f"{path}: its settings are damaged: {type(error).__name__}: {error}.") from error
     _fill(int8, tensors, where)
@@ -282,3 +282,9 @@ def _fill(int8: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(tensors[name])
+    for path, layer in int8.named_modules():
+        if isinstance(layer, QuantizedLayer):
+            try:
+                layer.weight()  # checks that its parts fit together
+            except QuantizationError as error:
+                raise ArtifactError(f"{where}: the layer {path!r} is damaged: {error}") from error
