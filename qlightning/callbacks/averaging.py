@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qlightning.callbacks.base import is_a
 from qlightning.errors import ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.nn.qat import QATLayer
@@ -15,7 +16,7 @@ _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 def averaging_callbacks(trainer: Any) -> list[Any]:
     """The callbacks of a Trainer that average weights: of either package, subclasses included."""
-    return [c for c in trainer.callbacks if any(base.__name__ in _AVERAGING for base in type(c).__mro__)]
+    return [c for c in trainer.callbacks if is_a(c, *_AVERAGING)]
 
 
 def check_averaging(trainer: Any) -> None:
@@ -34,7 +35,7 @@ def check_averaging(trainer: Any) -> None:
 
 def saves_averages(trainer: Any) -> str:
     """The name of a callback that validates and saves averages in the place of the current weights (EMA), or ""."""
-    found = [c for c in averaging_callbacks(trainer) if any(b.__name__ == "WeightAveraging" for b in type(c).__mro__)]
+    found = [c for c in averaging_callbacks(trainer) if is_a(c, "WeightAveraging")]
     return type(found[0]).__name__ if found else ""
 
 

@@ -49,6 +49,11 @@ def quantizing_callbacks(trainer: Any) -> list[QuantizingCallback]:
     return [c for c in getattr(trainer, "callbacks", ()) if isinstance(c, QuantizingCallback)]
 
 
+def is_a(instance: Any, *names: str) -> bool:
+    """Whether an object is of a class of one of these names, or of a subclass: Lightning has each class twice."""
+    return any(base.__name__ in names for base in type(instance).__mro__)
+
+
 def overrides(instance: Any, method: str) -> bool:
     """Whether a LightningModule or LightningDataModule has its own version of a method, not Lightning's default."""
     own = getattr(type(instance), method, None)

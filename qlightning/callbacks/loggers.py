@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from qlightning.analysis import describe
+from qlightning.callbacks.base import is_a
 from qlightning.export import Metadata, parts_of
 from qlightning.graph.report import Report
 from qlightning.nn.quantized import QuantizedLayer
@@ -63,7 +64,7 @@ def log_outcome(trainer: Any, outcome: Outcome) -> None:
     if not trainer.is_global_zero:
         return
     for logger in trainer.loggers:
-        log = next((_KNOWN[base.__name__] for base in type(logger).__mro__ if base.__name__ in _KNOWN), None)
+        log = next((log for name, log in _KNOWN.items() if is_a(logger, name)), None)
         try:
             if log is not None:
                 log(logger, outcome)

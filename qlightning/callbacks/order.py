@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qlightning.callbacks.base import is_a
+
 _REPLACING = ("WeightAveraging", "ModelPruning")
 
 
@@ -14,7 +16,7 @@ def stand_behind(trainer: Any, callback: Any) -> None:
     which puts it back, has to come later. The loop over the callbacks that is running goes on with the list it began.
     """
     order = list(trainer.callbacks)
-    replacing = [other for other in order if any(base.__name__ in _REPLACING for base in type(other).__mro__)]
+    replacing = [other for other in order if is_a(other, *_REPLACING)]
     if replacing and order.index(replacing[-1]) > order.index(callback):
         order.remove(callback)
         order.insert(order.index(replacing[-1]) + 1, callback)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from qlightning.callbacks.base import is_a
 from qlightning.callbacks.placement import prepared_in_place
 
 
@@ -17,8 +18,7 @@ def let_prune(trainer: Any) -> None:
     it prune what it finds. It may stand before our callback, so that its own ``setup`` is the only place.
     """
     for callback in trainer.callbacks:
-        is_pruning = any(base.__name__ == "ModelPruning" for base in type(callback).__mro__)
-        if is_pruning and "setup" not in vars(callback):
+        if is_a(callback, "ModelPruning") and "setup" not in vars(callback):
             callback.setup = partial(_setup, callback)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data.distributed import DistributedSampler
 
+from qlightning.callbacks.base import is_a
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, fake_quantizers, refresh_all
 from qlightning.nn.qat import QATLayer
@@ -28,15 +29,15 @@ def check_strategy(trainer: Any) -> None:
     Raises:
         ConfigError: They cannot.
     """
-    strategy = type(trainer.strategy)
-    if any(cls.__name__ in _SHARDING for cls in strategy.__mro__):
+    name = type(trainer.strategy).__name__
+    if is_a(trainer.strategy, *_SHARDING):
         raise ConfigError(
-            f"{strategy.__name__} parts the parameters among the ranks, but the grid of a weight needs all of it. Use "
+            f"{name} parts the parameters among the ranks, but the grid of a weight needs all of it. Use "
             "strategy='ddp' or one device."
         )
     if trainer.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
-            f"{strategy.__name__} has {trainer.world_size} ranks without torch.distributed, by which ranges are "
+            f"{name} has {trainer.world_size} ranks without torch.distributed, by which ranges are "
             "exchanged. Use strategy='ddp' or one device."
         )
 
@@ -48,7 +49,7 @@ def is_spawned(trainer: Any) -> bool:
     the LightningModule there.
     """
     launcher = trainer.strategy.launcher
-    return any(cls.__name__ == "_MultiProcessingLauncher" for cls in type(launcher).__mro__)
+    return is_a(launcher, "_MultiProcessingLauncher")
 
 
 class RangeSync:

@@ -17,7 +17,7 @@ from qlightning.cli.output import show
 from qlightning.cli.runners import loaded, runner
 from qlightning.errors import ArtifactError, ConfigError
 from qlightning.export import metadata_of
-from qlightning.graph.bind import Captured
+from qlightning.graph.programs import Captured
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.table import aligned
 from qlightning.tensor_file import load_tensors

@@ -25,8 +25,9 @@ from qlightning.export.choice import backend_for
 from qlightning.export.graph_json import check_paths, decode, encode
 from qlightning.export.metadata import Metadata, Notes, collect, dtype_of, input_specs
 from qlightning.files import written_whole
-from qlightning.graph.bind import Captured, Program, bind
+from qlightning.graph.bind import bind
 from qlightning.graph.convert import ConvertedModule, stays_in_eval
+from qlightning.graph.programs import Captured, Program
 from qlightning.graph.qdq_module import QDQModule, qdq_module, with_free_batch
 from qlightning.graph.report import LayerReport, Report
 from qlightning.graph.signature import describe_call

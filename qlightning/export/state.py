@@ -19,10 +19,10 @@ from qlightning.export.choice import backend_for
 from qlightning.export.metadata import KEY, InputSpec, Metadata, Notes, collect, dtype_of, input_specs
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph import convert, facts, is_prepared, prepare
-from qlightning.graph.bind import Captured
 from qlightning.graph.convert import lower_again
 from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import Grid, Preparation, captured_roots
+from qlightning.graph.programs import Captured
 from qlightning.graph.qdq_module import qdq_module
 from qlightning.graph.signature import LEAF, VALUE
 from qlightning.nn.quantized import QuantizedLayer, has_int8_layers

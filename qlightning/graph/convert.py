@@ -18,9 +18,10 @@ from qlightning.backends.qdq import has_attribute
 from qlightning.errors import BackendError, CalibrationError, CaptureError, ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, fake_quantizers, raise_nonfinite
 from qlightning.graph import state
-from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, Captured, Example, Program, bind
+from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, bind
 from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import CONV_TYPES, Grid, Preparation, PreparedModule, is_prepared
+from qlightning.graph.programs import Captured, Example, Program
 from qlightning.graph.qdq import GraphConversion
 from qlightning.graph.ranges import WIDE, wide
 from qlightning.graph.reads import Read

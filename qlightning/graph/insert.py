@@ -13,9 +13,10 @@ from torch import Tensor, fx, nn
 from qlightning.backends.qdq import free_name
 from qlightning.calls import LAYER_FUNCTIONS, argument
 from qlightning.fake_quantize import FakeQuantize, set_observers
-from qlightning.graph.bind import GRAPH_MODULES, Captured, Program
+from qlightning.graph.bind import GRAPH_MODULES
 from qlightning.graph.capture import module_device
 from qlightning.graph.patterns import Plan, plan
+from qlightning.graph.programs import Captured, Program
 from qlightning.graph.signature import CallSpec
 from qlightning.graph.tracing import trace
 from qlightning.nn.qat import build_weight_fake_quant, check_dtype

@@ -13,11 +13,12 @@ from qlightning.backends import Backend, resolve_backend
 from qlightning.errors import CaptureError, ConfigError
 from qlightning.fake_quantize import fake_quantizers
 from qlightning.graph import facts, state
-from qlightning.graph.bind import GRAPH_MODULES, Captured, Program, bind, unbind
+from qlightning.graph.bind import GRAPH_MODULES, bind, unbind
 from qlightning.graph.capture import Capture, CapturedRoot, capture
 from qlightning.graph.failure import TraceFailure
 from qlightning.graph.insert import GraphPreparer
 from qlightning.graph.preparation import Preparation, PreparedModule, float_reasons, is_prepared
+from qlightning.graph.programs import Captured, Program
 from qlightning.graph.signature import CallSpec
 from qlightning.nn.qat import QATLayer, check_layer, layer_type, swap_in, swap_out
 from qlightning.qconfig import Mode, Pattern, QConfig, Resolver

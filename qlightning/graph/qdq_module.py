@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from qlightning.errors import ArtifactError, ConfigError
-from qlightning.graph.bind import BoundModule, Captured, Example, Program
+from qlightning.graph.bind import BoundModule
+from qlightning.graph.programs import Captured, Example, Program
 from qlightning.graph.signature import CallSpec, describe_call
 
 
