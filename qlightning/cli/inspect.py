@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from qlightning.cli.output import show
-from qlightning.export import SUFFIXES, Metadata, metadata_of, parts_of
+from qlightning.export import READABLE, Metadata, metadata_of, parts_of
 from qlightning.table import aligned
 
 HELP = "say what is in a file: layers, schemes, inputs, versions, metrics"
-DESCRIPTION = f"Says what a file of an int8 model ({', '.join(SUFFIXES)}) holds. Nothing in it is executed."
+DESCRIPTION = f"Says what a file of an int8 model ({', '.join(READABLE)}) holds. Nothing in it is executed."
 EPILOG = """\
 examples:
   qlightning inspect net.pt2

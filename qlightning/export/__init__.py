@@ -10,18 +10,28 @@ from torch import nn
 
 from qlightning.backends import Backend
 from qlightning.errors import ConfigError
+from qlightning.export.executorch import save_executorch
 from qlightning.export.metadata import Metadata
 from qlightning.export.onnx import onnx_metadata, save_onnx
 from qlightning.export.openvino import openvino_metadata, save_openvino, weights_of
 from qlightning.export.pt2 import load_pt2, pt2_metadata, save_pt2
 from qlightning.export.state import load_state, save_state, state_metadata
 
-__all__ = ["SUFFIXES", "Metadata", "load", "metadata_of", "parts_of", "save"]
+__all__ = ["READABLE", "SUFFIXES", "Metadata", "load", "metadata_of", "parts_of", "save"]
 
-_SAVERS = {".pt2": save_pt2, ".onnx": save_onnx, ".xml": save_openvino, ".safetensors": save_state}
-_READERS = {".pt2": pt2_metadata, ".onnx": onnx_metadata, ".xml": openvino_metadata, ".safetensors": state_metadata}
+_SAVERS = {
+    ".pt2": save_pt2,
+    ".safetensors": save_state,
+    ".onnx": save_onnx,
+    ".xml": save_openvino,
+    ".pte": save_executorch,
+}
+_READERS = {".pt2": pt2_metadata, ".safetensors": state_metadata, ".onnx": onnx_metadata, ".xml": openvino_metadata}
 SUFFIXES = tuple(_SAVERS)
 """The kinds of files that :func:`save` writes."""
+READABLE = tuple(_READERS)
+"""Those whose facts can be read without running them."""
+_RUNTIMES = {".onnx": "onnxruntime or openvino run", ".xml": "openvino runs", ".pte": "executorch runs"}
 
 
 def save(
@@ -40,6 +50,7 @@ def save(
     ``.safetensors``        the int8 state dict; qlightning builds the model on an instance of the float one
     ``.onnx``               ONNX Runtime, OpenVINO and others
     ``.xml``                OpenVINO IR; the integers are in the ``.bin`` beside it
+    ``.pte``                ExecuTorch, with XNNPACK
     ======================  ========================================================================================
 
     Args:
@@ -89,11 +100,8 @@ def load(path: str | Path, model: nn.Module | None = None, *, backend: str | Bac
         FileNotFoundError: There is no file.
     """
     suffix = Path(path).suffix
-    if suffix in (".onnx", ".xml"):
-        raise ConfigError(
-            f"{path}: {'onnxruntime or openvino run' if suffix == '.onnx' else 'openvino runs'} this kind of file. "
-            "Save the model as .pt2 to load it here."
-        )
+    if suffix in _RUNTIMES:
+        raise ConfigError(f"{path}: {_RUNTIMES[suffix]} this kind of file. Save the model as .pt2 to load it here.")
     if suffix == ".safetensors":
         if model is None:
             raise ConfigError(

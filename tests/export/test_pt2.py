@@ -197,7 +197,7 @@ def test_a_file_that_would_saturate_here_runs_on_the_reference_and_says_so(tmp_p
 
 
 def test_what_cannot_be_saved_or_loaded_says_why(tmp_path, int8):
-    with pytest.raises(ConfigError, match=r"possible are \.pt2, \.onnx"):
+    with pytest.raises(ConfigError, match=r"possible are .pt2, .safetensors, .onnx, .xml, .pte"):
         save(int8, tmp_path / "net.pth")
     with pytest.raises(ConfigError, match="Convert it first"):
         save(prepare(nn.Sequential(nn.Linear(2, 2))), tmp_path / "net.pt2")
