@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from qlightning.cli import bench, compare, export, inspect
 from qlightning.errors import QuantizationError
@@ -35,18 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # nets may print, and stdout is for the result
             warnings.showwarning = _show_warning
-            options.run(options)
-            sys.stdout.flush()
+            result = options.run(options)
+        print(result, flush=True)
     except BrokenPipeError:  # the reader has gone (head); nothing is left to say, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("qlightning: interrupted.", file=sys.stderr)
         return 130
-    except (QuantizationError, ImportError, OSError) as error:
-        print(f"qlightning {options.command}: {error}", file=sys.stderr)
+    except Exception as error:
+        if options.traceback:
+            raise
+        kind = "" if isinstance(error, (QuantizationError, ImportError, OSError)) else f"{type(error).__name__}: "
+        print(f"qlightning {options.command}: {kind}{error}", file=sys.stderr)
         return 1
     return 0
 
@@ -70,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_arguments(added)
         added.add_argument("--json", action="store_true", help="print JSON in place of text")
+        added.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
         added.set_defaults(run=command.run)
     return parser
 

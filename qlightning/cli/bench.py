@@ -16,7 +16,7 @@ from torch import Tensor
 from qlightning.backends import resolve_backend
 from qlightning.backends.base import cpu_features
 from qlightning.cli import nets
-from qlightning.cli.output import progress, show
+from qlightning.cli.output import positive, progress, shown
 from qlightning.cli.runners import Runner, of_net, runner
 from qlightning.errors import ConfigError
 from qlightning.export import metadata_of
@@ -37,15 +37,15 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what the command takes."""
     parser.add_argument("files", nargs="+", type=Path, metavar="file", help="the file, or several of one model")
-    parser.add_argument("--batch", type=_positive, nargs="+", default=[1], help="batch sizes (default: 1)")
-    parser.add_argument("--threads", type=_positive, nargs="+", default=None, help="threads (default: as torch has)")
-    parser.add_argument("--rounds", type=_positive, default=30, help="timed calls of each (default: 30)")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1], help="batch sizes (default: 1)")
+    parser.add_argument("--threads", type=positive, nargs="+", default=None, help="threads (default: as torch has)")
+    parser.add_argument("--rounds", type=positive, default=30, help="timed calls of each (default: 30)")
     parser.add_argument("--backend", default="auto", help="what runs .pt2 and .safetensors (default: auto)")
     parser.add_argument("--model", nargs="+", metavar=("TARGET", "NAME=VALUE"), help=nets.MODEL_HELP)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Runs the command."""
+def run(options: argparse.Namespace) -> str:
+    """Runs the command, and returns what it has to say."""
     resolve_backend(options.backend)
     facts = metadata_of(options.files[0])
     net = nets.build(options.model) if options.model else None
@@ -71,17 +71,7 @@ def run(options: argparse.Namespace) -> None:
             for name, seconds in times.items()
         ]
     result = {"torch": torch.__version__, "cpu": cpu_features(), "rounds": options.rounds, "results": rows}
-    show(result, _text(rows, "float" if net is not None else str(options.files[0])), options.json)
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return number
+    return shown(result, _text(rows, "float" if net is not None else str(options.files[0])), options.json)
 
 
 @contextmanager
@@ -103,7 +93,7 @@ def _times(runners: Mapping[str, Runner], inputs: tuple[Tensor, ...], rounds: in
             start = time.perf_counter()
             try:
                 call(*inputs)
-            except (RuntimeError, TypeError, ValueError) as error:
+            except Exception as error:  # each runtime has errors of its own
                 shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
                 raise ConfigError(f"{name} does not take inputs of shape {shapes}: {error}") from error
             if turn >= warmup:

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from qlightning.affine import sqnr
 from qlightning.backends.qdq import layer_path
 from qlightning.cli import nets
-from qlightning.cli.output import show
+from qlightning.cli.output import positive, shown
 from qlightning.cli.runners import loaded, runner
-from qlightning.errors import ArtifactError, ConfigError
+from qlightning.errors import ConfigError, QuantizationError
 from qlightning.export import metadata_of
 from qlightning.graph.programs import Captured
 from qlightning.nn.quantized import QuantizedLayer
@@ -41,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inputs", type=Path, help=".safetensors with a tensor for each input, by name (default: normal numbers)"
     )
-    parser.add_argument("--batch", type=int, default=16, help="how many random inputs (default: 16)")
+    parser.add_argument("--batch", type=positive, default=16, help="how many random inputs (default: 16)")
     parser.add_argument("--model", nargs="+", metavar=("TARGET", "NAME=VALUE"), help=nets.MODEL_HELP)
     parser.add_argument("--backend", default="auto", help="what runs .pt2 and .safetensors (default: auto)")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Runs the command."""
+def run(options: argparse.Namespace) -> str:
+    """Runs the command, and returns what it has to say."""
     facts = metadata_of(options.a)
     metadata_of(options.b)
     inputs = _given(options.inputs, [spec.name for spec in facts.inputs]) if options.inputs else None
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     if {options.a.suffix, options.b.suffix} <= {".pt2", ".safetensors"}:
         first, second = (loaded(path, options.model, options.backend) for path in (options.a, options.b))
         layers = list(_layers(first, second, inputs))
-    show({"outputs": outputs, "layers": layers}, _text(outputs, layers), options.json)
+    return shown({"outputs": outputs, "layers": layers}, _text(outputs, layers), options.json)
 
 
 def _given(path: Path, names: list[str]) -> tuple[Tensor, ...]:
@@ -71,9 +71,9 @@ def _given(path: Path, names: list[str]) -> tuple[Tensor, ...]:
 def _results(path: Path, options: argparse.Namespace, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
     try:
         return runner(path, options.model, options.backend)(*inputs)
-    except (RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, ArtifactError | ConfigError):
-            raise
+    except (QuantizationError, ImportError, OSError):
+        raise
+    except Exception as error:  # each runtime has errors of its own
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise ConfigError(f"{path} does not take inputs of shape {shapes}: {error}") from error
 
@@ -83,10 +83,12 @@ def _outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[dict[
     if len(a) != len(b):
         raise ConfigError(f"The one gives {len(a)} tensors ({', '.join(a)}), the other {len(b)} ({', '.join(b)}).")
     for (name, x), y in zip(a.items(), b.values(), strict=True):
+        if not x.numel():
+            raise ConfigError(f"{name} is empty: nothing is to be compared.")
         if x.shape != y.shape:
             raise ConfigError(f"{name} is {tuple(x.shape)} in the one and {tuple(y.shape)} in the other.")
         row = {"name": name, "sqnr": sqnr(x, y), "max_difference": float((x.double() - y.double()).abs().max())}
-        if x.dim() == 2:
+        if x.dim() == 2 and x.is_floating_point():
             row["same_argmax"] = float((x.argmax(1) == y.argmax(1)).float().mean())
         yield row
 

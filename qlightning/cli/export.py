@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from qlightning.cli import nets
-from qlightning.cli.output import show
+from qlightning.cli.output import shown
 from qlightning.errors import ArtifactError, ConfigError, QuantizationError
 from qlightning.export import SUFFIXES, load, parts_of, save
 from qlightning.graph import convert, facts, prepare
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default=None, help="what a checkpoint is converted for; default: as it was made")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Runs the command."""
+def run(options: argparse.Namespace) -> str:
+    """Runs the command, and returns what it has to say."""
     if options.out.suffix not in SUFFIXES:
         raise ConfigError(f"{options.out}: the suffix says the kind of file; possible are {', '.join(SUFFIXES)}.")
     if not options.source.is_file():
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
         facts_of_file = save(int8, options.out, example_inputs=example, source=options.source)
     size = sum(part.stat().st_size for part in parts_of(options.out))
     text = f"{options.out}: {size / 1e6:.3f} MB, {sum(row.int8 for row in facts_of_file.layers)} layers in int8"
-    show({"file": str(options.out), "bytes": size, **asdict(facts_of_file)}, text, options.json)
+    return shown({"file": str(options.out), "bytes": size, **asdict(facts_of_file)}, text, options.json)
 
 
 def _net(options: argparse.Namespace) -> nn.Module:

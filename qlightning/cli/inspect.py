@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from qlightning.cli.output import show
+from qlightning.cli.output import shown
 from qlightning.export import READABLE, Metadata, metadata_of, parts_of
 from qlightning.table import aligned
 
@@ -24,11 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="the file")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Runs the command."""
+def run(options: argparse.Namespace) -> str:
+    """Runs the command, and returns what it has to say."""
     facts = metadata_of(options.file)
     size = sum(part.stat().st_size for part in parts_of(options.file))
-    show({"file": str(options.file), "bytes": size, **asdict(facts)}, _text(options.file, size, facts), options.json)
+    return shown(
+        {"file": str(options.file), "bytes": size, **asdict(facts)}, _text(options.file, size, facts), options.json
+    )
 
 
 def _text(path: Path, size: int, facts: Metadata) -> str:

@@ -36,8 +36,8 @@ def build(target: Sequence[str]) -> nn.Module:
     arguments = dict(_argument(pair) for pair in pairs)
     try:
         net = made(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--model {' '.join(target)}: {error}.") from error
+    except Exception as error:  # whatever code of others raises
+        raise ConfigError(f"--model {' '.join(target)}: {type(error).__name__}: {error}.") from error
     if not isinstance(net, nn.Module):
         raise ConfigError(f"--model {path} gives a {type(net).__name__}, not a torch.nn.Module.")
     return net.eval()
@@ -53,20 +53,27 @@ def from_config(path: Path) -> nn.Module:
     """
     try:
         from hydra.utils import instantiate
-        from omegaconf import OmegaConf
+        from omegaconf import DictConfig, OmegaConf
     except ImportError as error:
         raise ImportError("A recipe's config needs hydra: pip install 'qlightning[recipes]'.") from error
-    config = OmegaConf.load(path)
-    if "model" not in config or "_target_" not in config.model:
+    try:
+        config = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of the parsers
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+    model = OmegaConf.select(config, "model") if isinstance(config, DictConfig) else None
+    if not isinstance(model, DictConfig) or "_target_" not in model:
         raise ConfigError(f"{path}: it has no model with a _target_; the config.yaml of a recipe's run is needed.")
     sys.path.insert(0, str(Path.cwd()))  # recipes/ is no part of the package
     try:
-        net = instantiate(config.model, weights=None)
+        net = instantiate(model, weights=None)
     except Exception as error:  # hydra's own, around whatever the target raises
         raise ConfigError(f"{path}: its model cannot be built: {error}") from error
     finally:
         sys.path.pop(0)
-    assert isinstance(net, nn.Module)
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"{path}: its model is a {type(net).__name__}, not a torch.nn.Module.")
     return net.eval()
 
 
@@ -78,7 +85,7 @@ def example(text: str) -> tuple[Tensor, ...]:
     """
     try:
         return tuple(torch.zeros([int(size) for size in shape.split(",")]) for shape in text.split(";"))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"--input {text!r}: sizes are needed, such as 1,3,224,224.") from error
 
 
@@ -116,8 +123,8 @@ def _found(path: str) -> Any:
     sys.path.insert(0, str(Path.cwd()))  # of a script, this is its folder and not that of the user
     try:
         parent = importlib.import_module(module) if module else None
-    except ImportError as error:
-        raise ConfigError(f"--model {path}: {error}.") from error
+    except Exception as error:  # whatever code of others raises as it is imported
+        raise ConfigError(f"--model {path}: {type(error).__name__}: {error}.") from error
     finally:
         sys.path.pop(0)
     if parent is None or not hasattr(parent, name):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def show(result: Any, text: str, as_json: bool) -> None:
-    """Prints a result on stdout, as JSON or as text."""
-    sys.stdout.write(f"{json.dumps(_plain(result), indent=2) if as_json else text}\n")
+def shown(result: Any, text: str, as_json: bool) -> str:
+    """A result as JSON or as text."""
+    return json.dumps(_plain(result), indent=2) if as_json else text
 
 
 def progress(items: Sequence[T], what: str) -> Iterable[T]:
@@ -31,3 +31,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def positive(text: str) -> int:
+    """A number from 1 on, of the command line."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return number

@@ -6,17 +6,20 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from typing_extensions import Unpack
 
+from qlightning.backends.qdq import QUANTIZE, QUANTIZE_PER_CHANNEL, QParams, aten
 from qlightning.errors import ArtifactError
 from qlightning.export.metadata import KEY, Metadata, Notes, collect, input_specs
 from qlightning.files import written_whole
 from qlightning.graph.qdq_module import QDQModule, qdq_module, with_free_batch
+from qlightning.nn.quantized import QuantizedLayer
 
 OPSET = 20
 """Of 2023: what ONNX Runtime reads from 1.17 on and OpenVINO from 2024 on."""
@@ -45,6 +48,12 @@ def save_onnx(int8: nn.Module, path: str | Path, *, example_inputs: Any = None, 
         ImportError: onnx or onnxscript is not installed.
     """
     proto, found = onnx_model(int8, example_inputs, **notes)
+    if any(isinstance(layer, QuantizedLayer) and bool(layer.zero_point.any()) for layer in int8.modules()):
+        warnings.warn(
+            f"{path}: weights have zero points, which the kernels of ONNX Runtime (1.32) get wrong. Use a symmetric "
+            "scheme for the weights there, or switch the runtime's graph optimizations off.",
+            stacklevel=3,
+        )
     with written_whole(path) as temporary:
         _onnx().save_model(proto, temporary)
     return found
@@ -54,7 +63,7 @@ def onnx_model(int8: nn.Module, example_inputs: Any = None, **notes: Unpack[Note
     """The ONNX model that :func:`save_onnx` writes, as a ``ModelProto``, and its facts."""
     onnx = _onnx()
     qdq = qdq_module(int8, example_inputs)
-    proto, free = _exported(qdq)
+    proto, free = _exported(replace(qdq, module=_with_clamps(qdq.module)))
     _quantize_biases(onnx, proto)
     found = collect(int8, input_specs(qdq, free), **notes)
     onnx.helper.set_model_props(proto, {KEY: found.to_json()})
@@ -92,6 +101,30 @@ def _onnx() -> Any:
     except ImportError as error:
         raise ImportError("ONNX needs onnx and onnxscript: pip install 'qlightning[onnx]'.") from error
     return onnx
+
+
+def _with_clamps(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that clamps values before it rounds them to a grid of fewer codes than its dtype has.
+
+    QuantizeLinear saturates at the ends of the dtype alone.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in list(graph.nodes):
+        if node.target is QUANTIZE_PER_CHANNEL and _is_narrow(*node.args[4:7]):
+            raise ArtifactError("ONNX has no grids of fewer than 8 bits a channel for activations; save it as .pt2.")
+        if node.target is QUANTIZE:
+            q = QParams.of(node)
+            if _is_narrow(q.quant_min, q.quant_max, q.dtype):
+                ends = [(end - q.zero_point) * q.scale for end in (q.quant_min, q.quant_max)]
+                with graph.inserting_before(node):
+                    node.args = (graph.call_function(aten.clamp.default, (node.args[0], *ends)), *node.args[1:])
+    return fx.GraphModule(module, graph, type(module).__name__).eval()
+
+
+def _is_narrow(quant_min: int, quant_max: int, dtype: torch.dtype) -> bool:
+    info = torch.iinfo(dtype)
+    return (quant_min, quant_max) != (info.min, info.max)
 
 
 def _exported(qdq: QDQModule) -> tuple[Any, list[list[int]]]:
@@ -158,10 +191,12 @@ def _quantize_biases(onnx: Any, proto: Any) -> None:
 
     new_nodes = []
     for node in graph.node:
-        pair = [made.get(name) for name in node.input[:2]]
-        is_int8 = all(n is not None and n.op_type == "DequantizeLinear" and n.input[1] in constants for n in pair)
+        pair = [n for name in node.input[:2] if (n := made.get(name)) is not None and n.op_type == "DequantizeLinear"]
+        scales = [constants[n.input[1]] for n in pair if n.input[1] in constants]
+        # Two scales, that of the input one for all channels.
+        is_int8 = len(scales) == 2 and not scales[0].dims
         if node.op_type in _LAYERS and is_int8 and len(node.input) > 2 and node.input[2] in constants:
-            step = value(pair[0].input[1]).double() * value(pair[1].input[1]).double()  # type: ignore[union-attr]
+            step = value(scales[0].name).double() * value(scales[1].name).double()
             bias = value(node.input[2])
             step = step.expand(bias.shape)
             codes = (bias.double() / step.float().double()).round()

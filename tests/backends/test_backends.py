@@ -153,6 +153,19 @@ def test_the_largest_products_are_exact(layer: nn.Module, shape: tuple[int, ...]
     torch.testing.assert_close(int8(x).double(), reference, rtol=1e-5, atol=float(scale.max()) * 1e-2)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.Hardswish(), nn.SiLU(), nn.Identity()], ids=str)
+def test_activations_behind_3d_convolutions(act: nn.Module, transposed: bool) -> None:
+    """The kernel takes none of them (torch 2.14), and says so only when it runs."""
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose3d(4, 8, 3) if transposed else nn.Conv3d(4, 8, 3)
+    x = torch.randn(2, 4, 6, 6, 6)
+    prepared = prepare(nn.Sequential(layer, act, nn.Conv3d(8, 2, 3)).eval(), mode="ptq")
+    calibrate(prepared, [x])
+    expected, found = convert(prepared, backend="reference")(x), convert(prepared)(x)
+    assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
 @torch.no_grad()
 def test_a_chain_of_worst_cases_is_exact() -> None:
     net = nn.Sequential(

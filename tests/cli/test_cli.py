@@ -190,6 +190,32 @@ def test_compare_refuses_what_cannot_be_compared(folder, tmp_path, capsys):
     assert "a tensor 'x' is needed" in called(*arguments, capsys=capsys)[2]
 
 
+def loud(broken=False):
+    sys.stdout.write("building ...")
+    if broken:
+        raise KeyError("weights")
+    return small_int8_net()
+
+
+def small_int8_net():
+    from tests.export.nets import Small
+
+    return Small()
+
+
+def test_what_a_net_prints_is_not_in_the_output(folder, capsys):
+    arguments = ["bench", folder / "net.pt2", "--rounds", 1, "--json", "--model", "tests.cli.test_cli.loud"]
+    status, out, err = called(*arguments, capsys=capsys)
+    assert status == 0
+    assert len(json.loads(out)["results"]) == 2
+    assert "building" in err
+    status, out, err = called(*arguments, "broken=True", capsys=capsys)
+    assert (status, out) == (1, "")
+    assert "KeyError: 'weights'" in err
+    with pytest.raises(Exception, match="KeyError"):
+        main([*map(str, arguments), "broken=True", "--traceback"])
+
+
 @pytest.mark.parametrize(
     "arguments", [["inspect", "none.pt2"], ["bench", "none.pt2"], ["compare", "none.pt2", "none.pt2"]]
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from qlightning import convert, prepare, quantize_model
+from qlightning import QConfig, QScheme, convert, prepare, quantize_model
 from qlightning.affine import sqnr
 from qlightning.errors import ArtifactError, ConfigError
 from qlightning.export import Metadata
@@ -192,3 +192,36 @@ def test_exporting_leaves_the_model_as_it_was(int8, tmp_path):
     prepared(torch.randn(8, 4))
     again = convert(prepared)
     assert again(torch.zeros(1, 4)).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "scheme", [QScheme(bits=4), QScheme(bits=7, signed=False), QScheme(axis=1, signed=False)], ids=str
+)
+def test_grids_of_fewer_codes_and_of_channels(tmp_path, scheme):
+    """QuantizeLinear saturates at the ends of its dtype alone: values are clamped before."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 3))
+    config = QConfig(activation=scheme)
+    int8 = quantize_model(net, [samples(32)[0]], qconfig=config, backend="reference", exclude=["4"])
+    save_onnx(int8, tmp_path / "net.onnx")
+    x, _ = samples(300, scale=2.0, seed=7)  # beyond the ranges
+    (found,) = outputs(tmp_path / "net.onnx", x)
+    expected = int8(x)
+    assert ((found - expected).abs() <= step_of(expected)).all()
+    assert sqnr(expected, found) > 40
+
+
+def test_grids_of_fewer_codes_for_each_channel_are_refused(tmp_path):
+    config = QConfig(activation=QScheme(bits=4, axis=1))
+    int8 = quantize_model(nn.Sequential(nn.Conv2d(3, 8, 3)), [samples(8)[0]], qconfig=config, backend="reference")
+    with pytest.raises(ArtifactError, match="fewer than 8 bits a channel"):
+        save_onnx(int8, tmp_path / "net.onnx")
+
+
+def test_weights_with_zero_points_are_warned_of(tmp_path):
+    config = QConfig(weight=QScheme(axis=0))
+    int8 = quantize_model(nn.Sequential(nn.Conv2d(3, 8, 3)), [samples(8)[0]], qconfig=config, backend="reference")
+    with pytest.warns(UserWarning, match="zero points, which the kernels of ONNX Runtime"):
+        save_onnx(int8, tmp_path / "net.onnx")
+    x, _ = samples(20, seed=7)
+    assert sqnr(int8(x), outputs(tmp_path / "net.onnx", x, optimized=False)[0]) > 40
