@@ -26,7 +26,8 @@ LAYERS = (
     ("backends",),
     ("graph", "functional"),
     ("quantization", "export", "analysis"),
-    ("callbacks",),
+    ("callbacks", "cli"),
+    ("__main__",),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -282,10 +282,12 @@ class _Lowering:
         if fused is None:
             return None
         post_op, post_args, algorithm = fused
-        if layer.codes.dim() == 5 and post_op != "none":  # the kernel (torch 2.14) has nothing behind a 3-d convolution
-            if post_op != "relu" or out is None or out.zero_point != out.quant_min:
-                return None
+        # The kernels (torch 2.14) have nothing behind a 3-d convolution, and only a ReLU behind a 1-d one.
+        if layer.codes.dim() == 5 and post_op == "relu" and out is not None and out.zero_point == out.quant_min:
             post_op = "none"  # codes end where the values of a ReLU do
+        allowed = {3: ("none", "relu"), 5: ("none",)}.get(layer.codes.dim(), (post_op,))
+        if post_op not in allowed:
+            return None
         result = (out.scale, out.zero_point, torch.uint8) if out is not None else (1.0, 0, torch.float32)
         head = (x.codes, x.qparams.scale, x.qparams.zero_point)
         tail = (*result, post_op, post_args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,48 +32,37 @@ def build(target: Sequence[str]) -> nn.Module:
         ConfigError: There is no such thing, or it does not take the arguments, or gives no module.
     """
     path, *pairs = target
-    made = _found(path)
-    arguments = dict(_argument(pair) for pair in pairs)
-    try:
-        net = made(**arguments)
-    except Exception as error:  # whatever code of others raises
-        raise ConfigError(f"--model {' '.join(target)}: {type(error).__name__}: {error}.") from error
-    if not isinstance(net, nn.Module):
-        raise ConfigError(f"--model {path} gives a {type(net).__name__}, not a torch.nn.Module.")
-    return net.eval()
+    return _built(path, dict(_argument(pair) for pair in pairs), f"--model {' '.join(target)}")
 
 
 def from_config(path: Path) -> nn.Module:
-    """Builds the net of a recipe from the ``config.yaml`` that its run has left.
+    """Builds the net of a recipe from the ``config.yaml`` that its run has left; without its weights.
 
     Raises:
-        ConfigError: It has no ``model`` with a ``_target_``.
+        ConfigError: It has no ``model`` with a ``_target_``, or that cannot be built.
         FileNotFoundError: There is no file.
-        ImportError: hydra is not installed, or the recipes are not to be found.
     """
+    import yaml  # which comes with Lightning
+
     try:
-        from hydra.utils import instantiate
-        from omegaconf import DictConfig, OmegaConf
-    except ImportError as error:
-        raise ImportError("A recipe's config needs hydra: pip install 'qlightning[recipes]'.") from error
-    try:
-        config = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # of the parsers
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
-    model = OmegaConf.select(config, "model") if isinstance(config, DictConfig) else None
-    if not isinstance(model, DictConfig) or "_target_" not in model:
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("_target_"), str):
         raise ConfigError(f"{path}: it has no model with a _target_; the config.yaml of a recipe's run is needed.")
-    sys.path.insert(0, str(Path.cwd()))  # recipes/ is no part of the package
+    arguments = {name: value for name, value in model.items() if name != "_target_"}
+    return _built(model["_target_"], {**arguments, "weights": None}, f"{path}: model {model['_target_']}")
+
+
+def _built(path: str, arguments: Mapping[str, Any], where: str) -> nn.Module:
+    made = _found(path, where)
     try:
-        net = instantiate(model, weights=None)
-    except Exception as error:  # hydra's own, around whatever the target raises
-        raise ConfigError(f"{path}: its model cannot be built: {error}") from error
-    finally:
-        sys.path.pop(0)
+        net = made(**arguments)
+    except Exception as error:  # whatever code of others raises
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}.") from error
     if not isinstance(net, nn.Module):
-        raise ConfigError(f"{path}: its model is a {type(net).__name__}, not a torch.nn.Module.")
+        raise ConfigError(f"{where} gives a {type(net).__name__}, not a torch.nn.Module.")
     return net.eval()
 
 
@@ -118,18 +107,18 @@ def inputs_like(facts: Metadata, batch: int | None = None, seed: int = 0) -> tup
     return tuple(made)
 
 
-def _found(path: str) -> Any:
+def _found(path: str, where: str) -> Any:
     module, _, name = path.rpartition(".")
     sys.path.insert(0, str(Path.cwd()))  # of a script, this is its folder and not that of the user
     try:
         parent = importlib.import_module(module) if module else None
     except Exception as error:  # whatever code of others raises as it is imported
-        raise ConfigError(f"--model {path}: {type(error).__name__}: {error}.") from error
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}.") from error
     finally:
         sys.path.pop(0)
     if parent is None or not hasattr(parent, name):
         hint = closest(name, dir(parent)) if parent is not None else " A dotted path is needed."
-        raise ConfigError(f"--model {path}: there is no {name!r} in {module or 'it'}.{hint}")
+        raise ConfigError(f"{where}: there is no {name!r} in {module or 'it'}.{hint}")
     return getattr(parent, name)
 
 

@@ -114,7 +114,7 @@ def load_state(path: str | Path, model: nn.Module, *, backend: str | Backend = "
         raise ArtifactError(f"{path}: its settings are damaged: {type(error).__name__}: {error}.") from error
     _fill(int8, tensors, where)
     lower_again(int8, chosen)
-    if found.inputs:
+    if found.inputs and "_captured" in int8.__dict__:
         int8.__dict__["_captured"].remember(
             [spec.name for spec in found.inputs], tuple((spec.example, dtype_of(spec.dtype)) for spec in found.inputs)
         )
@@ -227,7 +227,8 @@ def _restore(prepared: nn.Module, state: Mapping[str, Any], where: str) -> None:
     for name, grid in grids.items():
         scheme = own[name].scheme
         in_range = bool(((grid.zero_point >= scheme.quant_min) & (grid.zero_point <= scheme.quant_max)).all())
-        right = grid.scale.shape == grid.zero_point.shape and grid.scale.dim() == int(scheme.per_channel)
+        one = grid.scale.dim() == 1 if scheme.per_channel else grid.scale.numel() == 1  # torch.ao gives a list of one
+        right = one and grid.scale.shape == grid.zero_point.shape
         if not right or not in_range or not bool(((grid.scale > 0) & grid.scale.isfinite()).all()):
             raise ArtifactError(f"{where}: the grid of {name!r} is none.")
         grid.give(own[name])

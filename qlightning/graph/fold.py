@@ -22,13 +22,11 @@ def quantized_layer(
     bn: Any | None,
     kind: str = "",
     multiplier: Tensor | None = None,
-    input_scale: Tensor | None = None,
 ) -> QuantizedLayer:
     """Quantizes a layer's weight as its fake-quantizer does, and folds the BatchNorm behind it in.
 
     With f = gamma / sqrt(running_var + eps): weight * f and (bias - running_mean) * f + beta. It is weight * multiplier
     that is on the grid, as in training; f / multiplier goes into the scales of the channels, its sign into the codes.
-    The bias lies on the grid of the sums, input scale times weight scale, as every runtime has it.
 
     Args:
         weight: The float weight, in the layer's layout.
@@ -37,7 +35,6 @@ def quantized_layer(
         bn: The BatchNorm, or None.
         kind: The type of the layer, for the report.
         multiplier: float32 (out,): what the fake-quantizer was given beside the weight; None for nothing.
-        input_scale: The scale of the layer's input, 0-d; of one per channel the bias stays as it is.
     """
     fq = fq.observed_on(weight, multiplier)
     w = fq.to_output_first(weight.detach().float())
@@ -65,35 +62,9 @@ def quantized_layer(
         new_bias = start * factor.masked_fill(vanished, 0.0)
         if bn.bias is not None:
             new_bias = new_bias + bn.bias.detach().float()
-    if new_bias is not None and input_scale is not None and input_scale.dim() == 0:
-        codes, scale, new_bias = _with_int_bias(codes, scale, zero_point, new_bias, input_scale)
     new_bias = None if new_bias is None else new_bias.cpu()
     scheme = replace(fq.scheme, axis=0)
     return QuantizedLayer(codes.cpu(), scale.cpu(), zero_point.cpu(), new_bias, fq.transposed_groups, kind, scheme)
-
-
-MAX_BIAS = 2**30
-"""The largest bias in steps of the sums: as much again, and the sums of 33,000 products, fit 32 bits."""
-
-
-def _with_int_bias(
-    codes: Tensor, scale: Tensor, zero_point: Tensor, bias: Tensor, input_scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A quantized weight and its bias, which is a whole number of steps of input scale times weight scale.
-
-    Where that number would not fit, the weights of a channel are next to nothing beside its bias, and get a coarser
-    scale; where they are nothing, any scale does, and that of the bias is chosen.
-    """
-    needed = (bias.abs().double() / (MAX_BIAS * input_scale.double())).float()
-    nothing = (codes == _shaped(zero_point, codes)).flatten(1).all(1)
-    other = (needed > scale.abs()) | (nothing & (needed > 0))
-    if bool(other.any()):
-        factor = torch.where(other, scale / needed, 1.0)
-        moved = ((codes.int() - _shaped(zero_point, codes)) * _shaped(factor, codes)).round()
-        codes = (moved + _shaped(zero_point, codes)).to(codes.dtype)
-        scale = torch.where(other, needed, scale)
-    step = (input_scale.double() * scale.double()).float().double()
-    return codes, scale, torch.where(bias == 0, 0.0, (bias.double() / step).round() * step).float()
 
 
 def _shaped(channels: Tensor, weight: Tensor) -> Tensor:

@@ -210,17 +210,12 @@ class GraphConversion:
             path,
             str(follower.target) if folded and follower is not None else "",
             number if bn is None else 0,
-            lambda: quantized_layer(weight, bias, fq, bn, base.__name__, multiplier, self._input_scale(node)),
+            lambda: quantized_layer(weight, bias, fq, bn, base.__name__, multiplier),
             free=path not in self._float_calls,
         )
         layer = self._root.get_submodule(name)
         assert isinstance(layer, QuantizedLayer)
         return self._emit(node, name, layer, base, call)
-
-    def _input_scale(self, layer: fx.Node) -> Tensor:
-        fq = self._ops.module(source_of(self._ops[layer].inputs[0], self._ops))
-        assert isinstance(fq, FakeQuantize)
-        return fq.scale
 
     def _emit(self, node: fx.Node, name: str, layer: QuantizedLayer, base: type[nn.Module], call: Any) -> fx.Node:
         new = self._new

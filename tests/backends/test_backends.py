@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -153,14 +154,14 @@ def test_the_largest_products_are_exact(layer: nn.Module, shape: tuple[int, ...]
     torch.testing.assert_close(int8(x).double(), reference, rtol=1e-5, atol=float(scale.max()) * 1e-2)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("layer", [nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose3d])
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.Hardswish(), nn.SiLU(), nn.Identity()], ids=str)
-def test_activations_behind_3d_convolutions(act: nn.Module, transposed: bool) -> None:
-    """The kernel takes none of them (torch 2.14), and says so only when it runs."""
+def test_activations_behind_1d_and_3d_convolutions(act: nn.Module, layer: Any) -> None:
+    """The kernels take few of them (torch 2.14), and say so only when they run."""
     torch.manual_seed(0)
-    layer = nn.ConvTranspose3d(4, 8, 3) if transposed else nn.Conv3d(4, 8, 3)
-    x = torch.randn(2, 4, 6, 6, 6)
-    prepared = prepare(nn.Sequential(layer, act, nn.Conv3d(8, 2, 3)).eval(), mode="ptq")
+    dims = int(layer.__name__[-2])
+    x = torch.randn(2, 4, *[6] * dims)
+    prepared = prepare(nn.Sequential(layer(4, 8, 3), act, getattr(nn, f"Conv{dims}d")(8, 2, 3)).eval(), mode="ptq")
     calibrate(prepared, [x])
     expected, found = convert(prepared, backend="reference")(x), convert(prepared)(x)
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max()

@@ -49,7 +49,7 @@ def test_several_nets_get_a_file_each(pl, tmp_path):
 
 
 def test_settings_are_checked_when_the_callback_is_built():
-    with pytest.raises(ConfigError, match=r"possible are \.pt2, \.onnx"):
+    with pytest.raises(ConfigError, match=r"possible are \.pt2, \.safetensors"):
         QuantizationAwareTraining(save="net.pth")
     with pytest.raises(ConfigError, match="convert=False"):
         QuantizationAwareTraining(save="net.pt2", convert=False)

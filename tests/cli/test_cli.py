@@ -101,7 +101,6 @@ def test_export_of_a_checkpoint(trained, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text("model:\n  _target_: tests.cli.test_cli.with_weights\n  width: 6\n  weights: file.pt\n")
     arguments = ["export", path, tmp_path / "again.pt2", "--config", config, "--input", "1,3,8,8"]
-    pytest.importorskip("hydra")
     assert called(*arguments, capsys=capsys)[0] == 0
     assert torch.equal(load(tmp_path / "again.pt2")(x), int8(x))
 
