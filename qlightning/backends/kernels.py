@@ -6,6 +6,7 @@ its tensors.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -222,7 +223,8 @@ def binary(
     zero_point: int,
 ) -> Tensor:
     """``"add"``, ``"add_relu"`` or ``"mul"`` of codes, rounded once; tensors of different shapes broadcast."""
-    if left.shape == right.shape and left.stride() == right.stride() and _is_dense(left) and _is_dense(right):
+    same = left.shape == right.shape and left.stride() == right.stride()
+    if same and _is_dense(left) and _is_dense(right) and has_binary(name):
         return _BINARY[name](
             left, left_scale, left_zero_point, right, right_scale, right_zero_point, scale, zero_point, torch.uint8
         )
@@ -231,9 +233,21 @@ def binary(
     return quantize(result.relu_() if name == "add_relu" else result, scale, zero_point, 0, 255)
 
 
-def has_binary() -> bool:
-    """Whether torch has the kernels of :func:`binary`."""
-    return bool(_BINARY)
+@lru_cache
+def has_binary(name: str) -> bool:
+    """Whether torch has the kernel of :func:`binary`, and whether it computes right on this CPU.
+
+    Where torch (2.14) uses AVX512, these kernels take codes from 128 on for negative numbers.
+    """
+    if name not in _BINARY:
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu").repeat(2)
+        mirrored = codes.flip(0).contiguous()
+        scale = 256.0 if name == "mul" else 2.0
+        found = _BINARY[name](codes, 1.0, 0, mirrored, 1.0, 0, scale, 0, torch.uint8)
+        expected = codes.float() * mirrored if name == "mul" else codes.float() + mirrored
+        return bool(((expected / scale).round().clamp(0, 255) - found.float()).abs().max() <= 1)
 
 
 _BINARY = (

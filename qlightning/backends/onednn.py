@@ -216,7 +216,7 @@ class _Lowering:
         full = out.quant_min == 0 and out.quant_max == 255
         names = [function_name(node.target) for node in pending.post]
         name = function_name(pending.node.target)
-        if not full or names not in ([], ["relu"]) or (name == "mul" and names) or not kernels.has_binary():
+        if not full or names not in ([], ["relu"]) or (name == "mul" and names):
             return None
         left, right = pending.inputs
         assert left.qparams is not None

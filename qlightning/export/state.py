@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from qlightning.graph.preparation import Grid, Preparation, captured_roots
 from qlightning.graph.programs import Captured
 from qlightning.graph.qdq_module import qdq_module
 from qlightning.graph.signature import LEAF, VALUE
+from qlightning.graph.spelling import spell
 from qlightning.nn.quantized import QuantizedLayer, has_int8_layers
 from qlightning.observers import MinMaxObserver
 from qlightning.tensor_file import read_safetensors, write_safetensors
 
-FORMAT = 1
+FORMAT = 2
 _STATE = f"{KEY}.state"
 
 
@@ -66,11 +68,13 @@ def save_state(int8: nn.Module, path: str | Path, *, example_inputs: Any = None,
         )
     tensors = {name: value for name, value in int8.state_dict().items() if isinstance(value, Tensor)}
     found = collect(int8, _inputs(int8, example_inputs), **notes)
+    calls = {name: list(_calls(root)) for name, root in captured_roots(int8)}
     state = {
         "format": FORMAT,
         "settings": facts.collect(preparation.qconfig, preparation.backend.name, preparation.mode),
         "grids": {name: _grid_facts(grid) for name, grid in preparation.grids.items()},
-        "calls": {name: list(_calls(root)) for name, root in captured_roots(int8)},
+        "calls": {name: [call for call, _ in entries] for name, entries in calls.items()},
+        "graphs": {name: [graph for _, graph in entries] for name, entries in calls.items()},
     }
     write_safetensors(path, tensors, {KEY: found.to_json(), _STATE: json.dumps(state)})
     return found
@@ -113,6 +117,7 @@ def load_state(path: str | Path, model: nn.Module, *, backend: str | Backend = "
     except Exception as error:  # what damaged values lead to
         raise ArtifactError(f"{path}: its settings are damaged: {type(error).__name__}: {error}.") from error
     _fill(int8, tensors, where)
+    _compare(int8, state, where)
     lower_again(int8, chosen)
     if found.inputs and "_captured" in int8.__dict__:
         int8.__dict__["_captured"].remember(
@@ -149,15 +154,19 @@ def _grid_facts(grid: Grid) -> dict[str, Any]:
     return {"scale": grid.scale.tolist(), "zero_point": grid.zero_point.tolist(), "ndims": list(grid.ndims)}
 
 
-def _calls(root: nn.Module) -> Iterator[Any]:
-    """The ways of calling a captured module, but for those with values that JSON lacks."""
+def _calls(root: nn.Module) -> Iterator[tuple[Any, list[str] | None]]:
+    """The ways of calling an int8 module, but for those with values that JSON lacks, and the QDQ graph of each."""
     captured: Captured = root.__dict__["_captured"]
-    for spec in dict.fromkeys(spec for spec, _ in captured.programs):
+    for (spec, training), programs in captured.programs.items():
+        if training:  # an int8 module computes the same in both modes
+            continue
         positional, keywords = spec.key
+        graphs = (spell(p.qdq, root) for p in programs if p.qdq is not None and p.fits(root))
         try:
-            yield [[_spelled(entry) for entry in positional], [[name, _spelled(entry)] for name, entry in keywords]]
+            call = [[_spelled(entry) for entry in positional], [[name, _spelled(entry)] for name, entry in keywords]]
         except TypeError:
             continue
+        yield call, next(graphs, None)
 
 
 def _spelled(entry: Any) -> Any:
@@ -182,7 +191,7 @@ def _state(text: str | None, where: str) -> dict[str, Any]:
     try:
         state = json.loads(text)
         version = state["format"]
-        found = {name: dict(state[name]) for name in ("settings", "grids", "calls")}
+        found = {name: dict(state[name]) for name in ("settings", "grids", "calls", "graphs")}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{where}: what it says of the int8 model is damaged: {error}.") from error
     if version != FORMAT:
@@ -289,3 +298,20 @@ def _fill(int8: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
                 layer.weight()  # checks that its parts fit together
             except QuantizationError as error:
                 raise ArtifactError(f"{where}: the layer {path!r} is damaged: {error}") from error
+
+
+def _compare(int8: nn.Module, state: Mapping[str, Any], where: str) -> None:
+    """Refuses a model that computes something else with the same tensors."""
+    for name, root in captured_roots(int8):
+        own = {json.dumps(call): graph for call, graph in _calls(root)}
+        for call, graph in zip(state["calls"].get(name, ()), state["graphs"].get(name, ()), strict=False):
+            if graph is None:  # the saved model was in a state that it had no graph for
+                continue
+            if not isinstance(graph, list):
+                raise ArtifactError(f"{where}: what it says of the graph {name!r} is damaged.")
+            for ours, theirs in zip_longest(own.get(json.dumps(call)) or (), graph, fillvalue="nothing"):
+                if ours != theirs:
+                    raise ArtifactError(
+                        f"{where} belongs to another model than {type(root).__name__} as it is here: that computes "
+                        f"{str(theirs)[:200]}, this {ours[:200]}."
+                    )

@@ -65,7 +65,7 @@ def _binary(
     target = Target.of(name, a, grid)
     if is_activation(a) and is_activation(b) and target.takes_codes_of(torch.uint8) and runs_kernels(grid, a, b):
         ends = [max(q.zero_point.item(), 255 - q.zero_point.item()) * q.scale.item() for q in (a, b)]
-        if kernels.has_binary() and target.float32_is_fine(ends[0] * ends[1] if name == "mul" else max(ends)):
+        if kernels.has_binary(name) and target.float32_is_fine(ends[0] * ends[1] if name == "mul" else max(ends)):
             operands = (a.codes, a.q_scale(), a.q_zero_point(), b.codes, b.q_scale(), b.q_zero_point())
             return target.hold(kernels.binary(name, *operands, float(target.scale), int(target.zero_point)))
     return target.round(function(exact(a), exact(b)))

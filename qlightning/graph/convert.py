@@ -22,7 +22,7 @@ from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, bind
 from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import CONV_TYPES, Grid, Preparation, PreparedModule, is_prepared
 from qlightning.graph.programs import Captured, Example, Program
-from qlightning.graph.qdq import GraphConversion
+from qlightning.graph.qdq import GraphConversion, Source
 from qlightning.graph.ranges import WIDE, wide
 from qlightning.graph.reads import Read
 from qlightning.graph.signature import CallSpec
@@ -221,7 +221,7 @@ class _RootConversion:
         if self._is_layer:
             self._class = module.__dict__["_float_class"]
         self._keep_class = keep_class
-        self._layers: dict[tuple[str, str, int], str] = {}
+        self._layers: dict[Source, str] = {}
         self._kept: dict[tuple[str, str], str] = {}
 
     def run(self) -> nn.Module:
@@ -322,23 +322,22 @@ class _RootConversion:
 
     @property
     def _folded(self) -> set[str]:
-        return {bn for _, bn, _ in self._layers if bn}
+        return {source.bn for source in self._layers if source.bn}
 
-    def place(self, path: str, bn: str, number: int, build: Callable[[], QuantizedLayer], free: bool) -> str:
+    def place(self, source: Source, build: Callable[[], QuantizedLayer], free: bool) -> str:
         """Puts a QuantizedLayer into the tree, under the name of the float layer where that is free.
 
         One that was called as a function, on a weight of a module that is no layer, has no float layer to replace.
         """
-        key = (path, bn, number)
-        if key not in self._layers:
+        if source not in self._layers:
             taken = set(self._layers.values())
-            name = path
+            name = path = source.path
             replaces = any(path == own and isinstance(m, _LAYERS) for own, m in self._module.named_modules())
             if not free or name in taken or not (replaces or self._is_free(name)):
                 name = next(n for i in range(1, 1000) if self._is_free(n := f"{path}_call{i}"))
-            self._layers[key] = name
+            self._layers[source] = name
             _set_submodule(self._root, name, build())
-        return self._layers[key]
+        return self._layers[source]
 
     def _is_free(self, path: str) -> bool:
         owner, _, name = path.rpartition(".")

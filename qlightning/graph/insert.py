@@ -117,17 +117,15 @@ class GraphPreparer:
         if weight.op != "get_attr" or qconfig is None:
             return
         modules = self._graph_modules(module)
-        name = _key(modules, f"{weight.target}_grid", self._full(str(weight.target)))
+        target = str(weight.target)
+        base = LAYER_FUNCTIONS[str(getattr(node.target, "__name__", ""))]
+        transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
+        groups = argument(node, 6, "groups", 1) if transposed else None
+        # A weight that is called both ways has its output channels in two places, and a grid for each.
+        name = _key(modules, f"{target}_grid" if groups is None else f"{target}_transposed{groups}", self._full(target))
         if name not in modules:
-            check_dtype(self._full(str(weight.target)), _parameter(module, str(weight.target)))
-            base = LAYER_FUNCTIONS[str(getattr(node.target, "__name__", ""))]
-            transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
-            fq = build_weight_fake_quant(
-                _parameter(module, str(weight.target)),
-                self._full(str(weight.target)),
-                qconfig,
-                argument(node, 6, "groups", 1) if transposed else None,
-            )
+            check_dtype(self._full(target), _parameter(module, target))
+            fq = build_weight_fake_quant(_parameter(module, target), self._full(target), qconfig, groups)
             modules[name] = fq.train(module.training)
         with graph.inserting_after(weight):
             inserted = graph.call_module(f"{GRAPH_MODULES}.{name}", (weight,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,13 +32,30 @@ from qlightning.nn.quantized import QuantizedLayer, dequantized_weight
 from qlightning.vocabulary import Kind, Vocabulary, has_effect, is_dropout
 
 
-class Place(Protocol):
-    """Puts a QuantizedLayer into the tree of the int8 model, once for each place where its layer is called.
+@dataclass(frozen=True)
+class Source:
+    """What an int8 layer is made of; calls that have it in common share the layer, in all graphs of a module.
 
-    Args:
+    Attributes:
         path: Name of the float layer.
         bn: Name of the BatchNorm that folds into it; "" for none.
-        number: Which of several calls of the layer it is.
+        number: Which of several calls in a graph it is; 0 where a BatchNorm folds into it.
+        grid: Name of the fake-quantizer of a weight that is given to a function; "" for a module.
+        bias: Name of a bias that is given to a function; "" for none.
+    """
+
+    path: str
+    bn: str = ""
+    number: int = 0
+    grid: str = ""
+    bias: str = ""
+
+
+class Place(Protocol):
+    """Puts a QuantizedLayer into the tree of the int8 model, once for each source.
+
+    Args:
+        source: What it is made of.
         build: Builds it.
         free: Whether it can stand under the name of the float layer.
 
@@ -45,7 +63,7 @@ class Place(Protocol):
         The name under which it stands.
     """
 
-    def __call__(self, path: str, bn: str, number: int, build: Callable[[], QuantizedLayer], free: bool) -> str: ...
+    def __call__(self, source: Source, build: Callable[[], QuantizedLayer], free: bool) -> str: ...
 
 
 class GraphConversion:
@@ -188,6 +206,7 @@ class GraphConversion:
             assert isinstance(module, QATLayer)
             weight, bias, fq = module.weight, module.bias, module.weight_fake_quant
             multiplier = module.multiplier()
+            names: dict[str, str] = {}
             call: _ModuleCall | _FunctionCall = _ModuleCall(module)
         else:
             attribute = argument(node, 1, "weight").args[0].target
@@ -198,6 +217,7 @@ class GraphConversion:
             weight = _attribute(self._module, str(attribute))
             bias_node = argument(node, 2, "bias")
             bias = None if bias_node is None else _attribute(self._module, str(bias_node.target))
+            names = {"grid": str(argument(node, 1, "weight").target), "bias": str(getattr(bias_node, "target", ""))}
             fq = self._ops.module(argument(node, 1, "weight"))  # type: ignore[assignment]
             multiplier = None
             call = _FunctionCall(node, base)
@@ -205,11 +225,10 @@ class GraphConversion:
         self._calls[path] = number + 1
         follower = only_user(node, self._ops)
         folded = follower is not None and self._folds_into(follower) is node
+        bn_name = str(follower.target) if folded and follower is not None else ""
         bn = self._ops.module(follower) if folded and follower is not None else None
         name = self._place(
-            path,
-            str(follower.target) if folded and follower is not None else "",
-            number if bn is None else 0,
+            Source(path, bn_name, 0 if bn_name else number, **names),
             lambda: quantized_layer(weight, bias, fq, bn, base.__name__, multiplier),
             free=path not in self._float_calls,
         )

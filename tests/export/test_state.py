@@ -150,6 +150,42 @@ def test_another_model_is_refused(path, tmp_path):
         save(prepare(Small()), tmp_path / "e.safetensors")
 
 
+class Options(nn.Module):
+    """The same tensors, and as many ways to compute with them as there are options."""
+
+    def __init__(self, stride=1, act=nn.ReLU, factor=2.0, padding_mode="zeros", pool=2, extra=False):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, stride, padding=1, padding_mode=padding_mode)
+        self.act, self.pool, self.fc = act(), nn.MaxPool2d(pool, 1), nn.Linear(4, 3)
+        self.factor, self.extra = factor, extra
+
+    def forward(self, x):
+        y = self.pool(self.act(self.conv(x)) * self.factor).mean((2, 3))
+        return self.fc(y.flip(1) if self.extra else y)
+
+
+@pytest.mark.parametrize(
+    ("options", "there", "here"),
+    [
+        ({"stride": 2}, r"\[1, 1\]", r"\[2, 2\]"),
+        ({"act": nn.ReLU6}, "relu", "hardtanh"),
+        ({"factor": 3.0}, "2.0", "3.0"),
+        ({"padding_mode": "reflect"}, "conv2d", "reflect"),
+        ({"pool": 3}, "kernel_size=2", "kernel_size=3"),
+        ({"extra": True}, "fc.codes", "flip"),
+    ],
+)
+def test_a_net_that_computes_something_else_with_the_same_tensors_is_refused(options, there, here, tmp_path):
+    torch.manual_seed(0)
+    int8 = quantize_model(Options().eval(), [torch.randn(4, 3, 8, 8)])
+    save(int8, tmp_path / "net.safetensors")
+    load(tmp_path / "net.safetensors", Options())
+    with pytest.raises(
+        ArtifactError, match=f"another model than Options as it is here: that .*{there}.*, this .*{here}"
+    ):
+        load(tmp_path / "net.safetensors", Options(**options))
+
+
 def test_backends_that_do_not_take_the_schemes(tmp_path):
     config = QConfig(activation=QScheme())
     net = nn.Sequential(nn.Linear(4, 4))

@@ -372,6 +372,31 @@ class TestCalls:
 
         check(Net(), call(torch.randn(4, 6)))
 
+    def test_graphs_that_call_functions_with_other_parameters(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.pre, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8))
+                self.first, self.second = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4) + 5)
+
+            def forward(self, x: Tensor, second: bool = False) -> Tensor:
+                return F.linear(self.pre(x), self.weight, self.second if second else self.first)
+
+        x = torch.randn(32, 8)
+        check(Net(), call(x), call(x, second=True))
+
+    def test_graphs_that_call_one_weight_as_two_kinds_of_layer(self) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.pre, self.weight = nn.Conv1d(8, 8, 1), nn.Parameter(torch.randn(8, 8, 3))
+
+            def forward(self, x: Tensor, up: bool = False) -> Tensor:
+                return (F.conv_transpose1d if up else F.conv1d)(self.pre(x), self.weight)
+
+        x = torch.randn(4, 8, 10)
+        check(Net(), call(x), call(x, up=True))
+
     def test_a_weight_computed_in_the_forward_stays_float(self) -> None:
         class Net(nn.Module):
             def __init__(self) -> None:
