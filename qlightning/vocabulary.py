@@ -141,6 +141,8 @@ _MOVES = {
     "channel_shuffle",
     "native_channel_shuffle",
     "index_select",
+    "slice",  # this and the next in exported graphs
+    *(f"{exact}{dims}d" for exact in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)),
 }
 _SEQUENCES = {"chunk", "split", "tensor_split", "unbind", "split_with_sizes", "unsafe_chunk", "unsafe_split"}
 # Questions whose answer is no tensor: the same for a tensor and its codes, or not.
@@ -251,6 +253,8 @@ class Vocabulary:
             return Op(Kind.MATMUL, (argument(node, 0, "x"), argument(node, 1, "y")))
         if node.op == "call_function" and not is_known_origin(node.target):
             return Op(Kind.FLOAT, inputs)
+        if node.target is torch.ops.aten.index.Tensor:  # the places to pick are tensors, too
+            return Op(Kind.SAME, inputs[:1])
         if name in ("getattr", "__getattr__"):
             if node.args[1] in _SHAPE_ATTRIBUTES | _TYPE_ATTRIBUTES:
                 return Op(Kind.OTHER, shape=node.args[1] in _SHAPE_ATTRIBUTES)

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import math
+import operator
 import types
 import warnings
 import zipfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from typing_extensions import Unpack
 
@@ -106,6 +108,7 @@ def load_pt2(path: str | Path, *, backend: str | Backend = "auto") -> nn.Module:
     root = _tree(tensors, content["layers"], str(path))
     try:
         _fold_weights(graph, root)
+        _drop_indices(graph)
         chosen = backend_for(backend, facts, *_schemes(graph, root))
         return _bound(root, graph, facts, chosen)
     except (QuantizationError, Warning):
@@ -286,6 +289,28 @@ def _fold_weights(graph: fx.Graph, root: nn.Module) -> None:
 
 aten = torch.ops.aten
 _SWAPS = {aten.reshape.default, aten.view.default, aten.transpose.int, aten.clone.default, aten._unsafe_view.default}
+
+
+def _drop_indices(graph: fx.Graph) -> None:
+    """Calls max poolings, of which an exported graph takes the first of two results, for that alone."""
+    for node in list(graph.nodes):
+        if node.target in _WITH_INDICES and all(user.target is operator.getitem for user in node.users):
+            if any(user.args[1] != 0 for user in node.users):
+                continue
+            node.target = _WITH_INDICES[node.target]
+            for user in list(node.users):
+                user.replace_all_uses_with(node)
+                graph.erase_node(user)
+
+
+_WITH_INDICES: dict[Any, Any] = {
+    aten.adaptive_max_pool1d.default: F.adaptive_max_pool1d,
+    aten.adaptive_max_pool2d.default: F.adaptive_max_pool2d,
+    aten.adaptive_max_pool3d.default: F.adaptive_max_pool3d,
+    aten.max_pool1d_with_indices.default: F.max_pool1d,
+    aten.max_pool2d_with_indices.default: F.max_pool2d,
+    aten.max_pool3d_with_indices.default: F.max_pool3d,
+}
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module | None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.ao.quantization.fx._decomposed
+import torch.nn.functional as F
 import torchvision
 from torch import nn
 
@@ -117,6 +118,50 @@ def test_every_kind_of_layer_and_nested_results(tmp_path):
     for name, layer in loaded.named_modules():
         if hasattr(layer, "codes"):
             assert layer.weight() == int8.get_submodule(name).weight()
+
+
+MOVES = {
+    "x[:, 1:5]": lambda x: x[:, 1:5],
+    "x[:, :, ::2, -5:]": lambda x: x[:, :, ::2, -5:],
+    "x[..., 0, :]": lambda x: x[..., 0, :].unsqueeze(2),
+    "x[:, None]": lambda x: x[:, None].squeeze(1),
+    "x[:, [0, 3]]": lambda x: x[:, [0, 3]],
+    "x[:, arange]": lambda x: x[:, torch.arange(x.shape[1] - 1)],
+    "expand": lambda x: x[:, :1].expand(-1, 4, -1, -1),
+    "resize 1d": lambda x: F.interpolate(x.flatten(2), scale_factor=2).unflatten(2, (8, 16)),
+    "resize 2d": lambda x: F.interpolate(x, size=(9, 5)),
+    "resize 2d exact": lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"),
+    "resize 3d": lambda x: F.interpolate(x[:, :, None], scale_factor=(1, 2, 2))[:, :, 0],
+    "Upsample": nn.Upsample(scale_factor=2),
+    "max_pool3d": lambda x: F.max_pool3d(x[:, None], 2)[:, 0],
+    "adaptive_max_pool1d": lambda x: F.adaptive_max_pool1d(x.flatten(2), 16).unflatten(2, (4, 4)),
+    "AdaptiveMaxPool2d": nn.AdaptiveMaxPool2d(3),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "chunk": lambda x: x.chunk(2, 1)[1],
+    "reflect": lambda x: F.pad(x, (1, 1, 1, 1), "reflect"),
+}
+
+
+class Moves(nn.Module):
+    def __init__(self, move):
+        super().__init__()
+        self.first, self.last, self.move = nn.Conv2d(3, 8, 3, padding=1), nn.LazyConv2d(4, 3, padding=1), move
+
+    def forward(self, x):
+        return self.last(self.move(torch.relu(self.first(x))))
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_codes_are_moved_as_codes(move, tmp_path):
+    torch.manual_seed(0)
+    net, x = Moves(MOVES[move]).eval(), torch.randn(4, 3, 8, 8)
+    net(x)
+    int8 = quantize_model(net, [x])
+    save(int8, tmp_path / "net.pt2")
+    loaded = load(tmp_path / "net.pt2")
+    assert torch.equal(loaded(x), int8(x))
+    # Equal codes may come from a float detour, too: the last layer has to run the same kernel.
+    assert [row.kernel for row in report(loaded).layers] == [row.kernel for row in report(int8).layers]
 
 
 def test_several_inputs_a_dict_and_float_parts(tmp_path):
