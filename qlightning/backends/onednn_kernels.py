@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from qlightning.backends.qdq import QParams, ints
-from qlightning.calls import argument, function_name
+from qlightning.backends.qdq import QParams
+from qlightning.calls import function_name
 
 SUM_POST_OPS: tuple[tuple[str, list[float], str], ...] = (("none", [], ""), ("relu", [], ""))
 
@@ -45,47 +45,6 @@ def find_post_op(post: list[fx.Node], out: QParams | None, linear: bool) -> tupl
             return None
         return "hardtanh", [low, high], ""
     return name, args, algorithm
-
-
-def conv_geometry(node: fx.Node, dims: int) -> tuple[list[int], list[int], list[int], int]:
-    """Stride, padding, dilation and groups of an ATen convolution."""
-    stride, padding, dilation = (
-        ints(argument(node, index, name, default), dims)
-        for index, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
-    )
-    return stride, padding, dilation, int(argument(node, 6, "groups", 1))
-
-
-def transpose_geometry(node: fx.Node, dims: int) -> tuple[list[int], list[int], list[int], int, list[int]]:
-    """Stride, padding, output padding, groups and dilation of an ATen transposed convolution."""
-    stride, padding, output_padding, dilation = (
-        ints(argument(node, index, name, default), dims)
-        for index, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
-    )
-    return stride, padding, output_padding, int(argument(node, 6, "groups", 1)), dilation
-
-
-def max_pool2d_args(node: fx.Node, module: nn.Module | None) -> tuple[Any, ...] | None:
-    """Arguments of the int8 max pooling kernel, for a call that is one."""
-    if isinstance(module, nn.MaxPool2d):
-        values = (module.kernel_size, module.stride, module.padding, module.dilation)
-        return (*(ints(value, 2) for value in values), module.ceil_mode)
-    if node.op == "call_function" and function_name(node.target) == "max_pool2d":
-        kernel = argument(node, 1, "kernel_size")
-        values = (
-            kernel,
-            argument(node, 2, "stride") or kernel,
-            argument(node, 3, "padding", 0),
-            argument(node, 4, "dilation", 1),
-        )
-        if any(
-            isinstance(part, fx.Node)
-            for value in values
-            for part in (value if isinstance(value, (list, tuple)) else [value])
-        ):
-            return None
-        return (*(ints(value, 2) for value in values), bool(argument(node, 5, "ceil_mode", False)))
-    return None
 
 
 class IntegerWeight(Protocol):

@@ -10,6 +10,7 @@ import torch
 import torch.ao.quantization.fx._decomposed
 from torch import fx, nn
 
+from qlightning.calls import argument, function_name
 from qlightning.nn.quantized import dequantized_weight
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
@@ -20,6 +21,9 @@ DEQUANTIZE_PER_CHANNEL = torch.ops.quantized_decomposed.dequantize_per_channel.d
 aten = torch.ops.aten
 CONVS = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}
 CONV_TRANSPOSES = {aten.conv_transpose1d.default: 1, aten.conv_transpose2d.input: 2, aten.conv_transpose3d.input: 3}
+
+FLOAT_LAYER = "float between dequantize and quantize"
+"""What the report calls the kernel of a layer that runs as the QDQ graph has it."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,44 @@ def layer_path(node: fx.Node) -> str | None:
 def ints(value: Any, dims: int) -> list[int]:
     """A number, or a sequence of them, for every dimension."""
     return [int(value)] * dims if isinstance(value, int) else [int(v) for v in value] * (dims if len(value) == 1 else 1)
+
+
+def conv_geometry(node: fx.Node, dims: int) -> tuple[list[int], list[int], list[int], int]:
+    """Stride, padding, dilation and groups of an ATen convolution."""
+    stride, padding, dilation = (
+        ints(argument(node, index, name, default), dims)
+        for index, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+    )
+    return stride, padding, dilation, int(argument(node, 6, "groups", 1))
+
+
+def transpose_geometry(node: fx.Node, dims: int) -> tuple[list[int], list[int], list[int], int, list[int]]:
+    """Stride, padding, output padding, groups and dilation of an ATen transposed convolution."""
+    stride, padding, output_padding, dilation = (
+        ints(argument(node, index, name, default), dims)
+        for index, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
+    )
+    return stride, padding, output_padding, int(argument(node, 6, "groups", 1)), dilation
+
+
+def max_pool2d_args(node: fx.Node, module: nn.Module | None) -> tuple[Any, ...] | None:
+    """Arguments of the int8 max pooling kernel, for a call that is one."""
+    if isinstance(module, nn.MaxPool2d):
+        values = (module.kernel_size, module.stride, module.padding, module.dilation)
+        return (*(ints(value, 2) for value in values), module.ceil_mode)
+    if node.op == "call_function" and function_name(node.target) == "max_pool2d":
+        kernel = argument(node, 1, "kernel_size")
+        values = (
+            kernel,
+            argument(node, 2, "stride") or kernel,
+            argument(node, 3, "padding", 0),
+            argument(node, 4, "dilation", 1),
+        )
+        if any(
+            isinstance(part, fx.Node)
+            for value in values
+            for part in (value if isinstance(value, (list, tuple)) else [value])
+        ):
+            return None
+        return (*(ints(value, 2) for value in values), bool(argument(node, 5, "ceil_mode", False)))
+    return None

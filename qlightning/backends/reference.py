@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 
 from qlightning.backends.base import Backend
+from qlightning.backends.qdq import FLOAT_LAYER
 
 
 def build() -> Backend:
@@ -16,5 +17,5 @@ def lower(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """Returns the graph itself."""
     for node in graph.nodes:
         if "layer" in node.meta:
-            root.get_submodule(node.meta["layer"]).kernel = "float between dequantize and quantize"  # type: ignore[assignment]
+            root.get_submodule(node.meta["layer"]).kernel = FLOAT_LAYER  # type: ignore[assignment]
     return graph
