@@ -313,6 +313,8 @@ class _Lowering:
 
     def _copy(self, node: fx.Node) -> Value:
         op = self._ops[node]
+        if is_layer(node):
+            self._layer(node)[1].kernel = FLOAT_LAYER
         of_shape = op.kind is Kind.OTHER and op.shape
         module = self._ops.module(node)
         parts = () if module is None else module.modules()

@@ -58,7 +58,7 @@ class _OneDnn:
     """The kernels of oneDNN, as the lowering asks for them."""
 
     def emit_binary(self, graph: fx.Graph, name: str, left: Value, right: Value, out: QParams) -> fx.Node | None:
-        if (out.quant_min, out.quant_max) != (0, 255) or not kernels.has_binary():
+        if (out.quant_min, out.quant_max) != (0, 255):
             return None
         args = (name, *left.coded(), *right.coded(), out.scale, out.zero_point)
         return graph.call_function(kernels.binary, args)

@@ -122,7 +122,8 @@ class GraphPreparer:
         transposed = issubclass(base, nn.modules.conv._ConvTransposeNd)
         groups = argument(node, 6, "groups", 1) if transposed else None
         # A weight that is called both ways has its output channels in two places, and a grid for each.
-        name = _key(modules, f"{target}_grid" if groups is None else f"{target}_transposed{groups}_grid", self._full(target))
+        kind = "" if groups is None else f"_transposed{groups}"
+        name = _key(modules, f"{target}{kind}_grid", self._full(target))
         if name not in modules:
             check_dtype(self._full(target), _parameter(module, target))
             fq = build_weight_fake_quant(_parameter(module, target), self._full(target), qconfig, groups)
