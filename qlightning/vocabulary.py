@@ -25,6 +25,7 @@ from qlightning.calls import (
     torch_module,
 )
 from qlightning.fake_quantize import FakeQuantize
+from qlightning.nn.bias import BiasRounding
 from qlightning.nn.float_functional import matmul
 from qlightning.nn.qat import has_forward_hooks, layer_type
 
@@ -223,6 +224,8 @@ class Vocabulary:
         assert module is not None
         if isinstance(module, FakeQuantize):
             return Op(Kind.FAKE_QUANT, inputs)
+        if isinstance(module, BiasRounding):
+            return Op(Kind.SAME, inputs)
         if not inputs:
             return Op(Kind.FLOAT)
         if has_forward_hooks(module) or "forward" in vars(module):  # only the module itself, when called, runs these

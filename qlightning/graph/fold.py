@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qlightning.affine import quantize
 from qlightning.fake_quantize import WeightFakeQuantize
+from qlightning.nn.bias import SMALLEST_STEP, folded_bias, rounded_bias
 from qlightning.nn.qat import bn_factor
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.qscheme import QScheme
@@ -22,8 +23,9 @@ def quantized_layer(
     bn: Any | None,
     kind: str = "",
     multiplier: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> QuantizedLayer:
-    """Quantizes a layer's weight as its fake-quantizer does, and folds the BatchNorm behind it in.
+    """Quantizes a layer's weight as its fake-quantizer does, folds the BatchNorm behind it in, and rounds the bias.
 
     With f = gamma / sqrt(running_var + eps): weight * f and (bias - running_mean) * f + beta. It is weight * multiplier
     that is on the grid, as in training; f / multiplier goes into the scales of the channels, its sign into the codes.
@@ -35,6 +37,7 @@ def quantized_layer(
         bn: The BatchNorm, or None.
         kind: The type of the layer, for the report.
         multiplier: float32 (out,): what the fake-quantizer was given beside the weight; None for nothing.
+        x_scale: The scale of the input, by which the bias is rounded to steps of the integer sums; None: it is not.
     """
     fq = fq.observed_on(weight, multiplier)
     w = fq.to_output_first(weight.detach().float())
@@ -49,19 +52,16 @@ def quantized_layer(
     factor = torch.ones_like(scale) if bn is None else bn_factor(bn)
     factors = factor if multiplier is None else factor / multiplier
     codes, scale, zero_point = _scaled(codes, scale, zero_point, factors, fq.scheme)
+    new_bias = folded_bias(bias, bn)
     # Where gamma is zero, or as good as, all of the channel is, whatever its scale is said to be.
     vanished = (scale == 0) | (bn.weight.detach() == 0 if bn is not None and bn.weight is not None else False)
     if bool(vanished.any()):
         codes[vanished] = _shaped(zero_point[vanished].to(codes.dtype), w)
         scale[vanished] = 1.0
-    if bn is None:
-        new_bias = None if bias is None else bias.detach().float().clone()
-    else:
-        mean = bn.running_mean.float()
-        start = -mean if bias is None else bias.detach().float() - mean
-        new_bias = start * factor.masked_fill(vanished, 0.0)
-        if bn.bias is not None:
-            new_bias = new_bias + bn.bias.detach().float()
+        if new_bias is not None and x_scale is not None:  # one in which the bias can be counted in float32
+            scale[vanished] = (new_bias[vanished].abs() / (2.0**22 * x_scale)).clamp_min(SMALLEST_STEP)
+    if new_bias is not None and x_scale is not None:
+        new_bias = rounded_bias(new_bias, scale.abs() * x_scale)
     new_bias = None if new_bias is None else new_bias.cpu()
     scheme = replace(fq.scheme, axis=0)
     return QuantizedLayer(codes.cpu(), scale.cpu(), zero_point.cpu(), new_bias, fq.transposed_groups, kind, scheme)

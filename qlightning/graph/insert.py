@@ -15,11 +15,12 @@ from qlightning.calls import LAYER_FUNCTIONS, argument
 from qlightning.fake_quantize import FakeQuantize, set_observers
 from qlightning.graph.bind import GRAPH_MODULES
 from qlightning.graph.capture import module_device
-from qlightning.graph.patterns import Plan, plan
+from qlightning.graph.patterns import Block, Plan, plan, source_of
 from qlightning.graph.programs import Captured, Program
 from qlightning.graph.signature import CallSpec
 from qlightning.graph.tracing import trace
-from qlightning.nn.qat import build_weight_fake_quant, check_dtype
+from qlightning.nn.bias import BiasRounding
+from qlightning.nn.qat import QATLayer, build_weight_fake_quant, check_dtype
 from qlightning.qconfig import Mode, QConfig, Resolver
 from qlightning.vocabulary import Kind, Vocabulary
 
@@ -47,7 +48,7 @@ class GraphPreparer:
         """Traces the module for one more way of calling it, and prepares the graph."""
         captured: Captured = module.__dict__["_captured"]
         graph, reads = trace(module, captured.original, spec, training=training, leaves=self._leaves)
-        self.insert(graph, module)
+        self.insert(graph, module, module.training if training is None else training)
         return Program(graph, reads)
 
     def plan(self, graph: fx.Graph, module: nn.Module) -> tuple[Plan, Vocabulary]:
@@ -73,11 +74,18 @@ class GraphPreparer:
             weight = weight.args[0]
         return self._resolver.resolve(self._full(str(weight.target).rpartition(".")[0]))[0]
 
-    def insert(self, graph: fx.Graph, module: nn.Module) -> None:
-        """Puts fake-quantizers into a graph; those of the same name are shared with the module's other graphs."""
+    def insert(self, graph: fx.Graph, module: nn.Module, training: bool) -> None:
+        """Puts fake-quantizers into a graph; those of the same name are shared with the module's other graphs.
+
+        Args:
+            graph: The graph.
+            module: The root.
+            training: Whether it is one of training mode, in which biases are not rounded.
+        """
         found, ops = self.plan(graph, module)
         names = _call_names(graph)
         used = set(names.values())
+        grids: dict[fx.Node, str] = {}
         for node in found.grids:
             block = found.blocks.get(node)
             head = block.head if block is not None else node
@@ -88,6 +96,10 @@ class GraphPreparer:
             with graph.inserting_after(node):
                 inserted = graph.call_module(f"{GRAPH_MODULES}.{fq}", (node,))
             node.replace_all_uses_with(inserted, delete_user_cb=lambda user, own=inserted: user is not own)  # type: ignore[misc]
+            grids[node] = fq
+        if not training:
+            for block in found.blocks.values():
+                self._round_bias(graph, block, grids, module, ops)
         self._keep_constants(graph, module)
         for node in list(graph.nodes):
             if node.op == "call_function" and ops_kind(ops, node) is Kind.LAYER:
@@ -95,6 +107,30 @@ class GraphPreparer:
         if self._mode == "ptq":
             set_observers(module, False)  # calibrate alone moves the ranges
         graph.lint()
+
+    def _round_bias(
+        self, graph: fx.Graph, block: Block, grids: dict[fx.Node, str], module: nn.Module, ops: Vocabulary
+    ) -> None:
+        """Lets a graph of eval mode round the bias of a layer as int8 does, where the layer's input has a grid."""
+        layer, bn = ops.module(block.head), None if block.bn is None else ops.module(block.bn)
+        key = grids.get(source_of(ops[block.head].inputs[0], ops))
+        if not isinstance(layer, QATLayer) or key is None or (layer.bias is None and bn is None):
+            return
+        modules = self._graph_modules(module)
+        name = _identifier(
+            "_".join([str(block.head.target), *([str(block.bn.target)] if block.bn else []), key, "bias"])
+        )
+        x = modules[key]
+        assert isinstance(x, FakeQuantize)
+        rounding = BiasRounding(layer, bn, x)
+        while name in modules and getattr(modules[name], "of", None) != rounding.of:
+            name += "_"
+        if name not in modules:
+            modules[name] = rounding.train(module.training)
+        value = block.bn or block.head
+        with graph.inserting_after(value):
+            inserted = graph.call_module(f"{GRAPH_MODULES}.{name}", (value,))
+        value.replace_all_uses_with(inserted, delete_user_cb=lambda user: user is not inserted)
 
     def _keep_constants(self, graph: fx.Graph, module: nn.Module) -> None:
         """Gives the tensors that a forward has made a place that moves with the model and is not saved."""

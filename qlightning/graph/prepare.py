@@ -131,7 +131,7 @@ def _apply(root: CapturedRoot, resolver: Resolver, mode: Mode) -> set[str]:
             swap_in(layer, full, qconfig, bn)
         changed.add(full)
     for (spec, training), (graph, reads) in root.graphs.items():
-        preparer.insert(graph, root.module)
+        preparer.insert(graph, root.module, training)
         programs.append((spec, training, Program(graph, reads)))
     bind(root.module, captured, PreparedModule)
     for spec, training, program in programs:

@@ -27,6 +27,7 @@ from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qlightning.graph.bind import GRAPH_MODULES
 from qlightning.graph.fold import quantized_layer
 from qlightning.graph.patterns import can_fold, only_user, source_of
+from qlightning.nn.bias import BiasRounding
 from qlightning.nn.qat import QATLayer, layer_type
 from qlightning.nn.quantized import QuantizedLayer, dequantized_weight
 from qlightning.vocabulary import Kind, Vocabulary, has_effect, is_dropout
@@ -42,6 +43,7 @@ class Source:
         number: Which of several calls in a graph it is; 0 where a BatchNorm folds into it.
         grid: Name of the fake-quantizer of a weight that is given to a function; "" for a module.
         bias: Name of a bias that is given to a function; "" for none.
+        x: Name of the fake-quantizer of the input, by whose scale the bias is rounded; "" where it is not.
     """
 
     path: str
@@ -49,6 +51,7 @@ class Source:
     number: int = 0
     grid: str = ""
     bias: str = ""
+    x: str = ""
 
 
 class Place(Protocol):
@@ -170,6 +173,17 @@ class GraphConversion:
             return layer if fq.seen_ndims == {2} else None
         return layer
 
+    def _rounds_bias(self, layer: fx.Node, bn: fx.Node | None) -> tuple[str, Tensor | None]:
+        """The name and the scale of the input's grid, where the prepared graph rounds the layer's bias by it."""
+        for user in (bn or layer).users:
+            rounding = self._ops.module(user)
+            if isinstance(rounding, BiasRounding) and rounding.rounds() and rounding.of[1] is self._module_of(bn):
+                return str(source_of(self._ops[layer].inputs[0], self._ops).target), rounding.of[2].scale
+        return "", None
+
+    def _module_of(self, node: fx.Node | None) -> nn.Module | None:
+        return None if node is None else self._ops.module(node)
+
     def _quantize_dequantize(self, value: fx.Node, fq: FakeQuantize) -> fx.Node:
         scheme = fq.scheme
         ends = (scheme.quant_min, scheme.quant_max, scheme.dtype)
@@ -226,10 +240,11 @@ class GraphConversion:
         follower = only_user(node, self._ops)
         folded = follower is not None and self._folds_into(follower) is node
         bn_name = str(follower.target) if folded and follower is not None else ""
-        bn = self._ops.module(follower) if folded and follower is not None else None
+        bn = self._module_of(follower) if folded else None
+        x_name, x_scale = self._rounds_bias(node, follower if bn_name else None)
         name = self._place(
-            Source(path, bn_name, 0 if bn_name else number, **names),
-            lambda: quantized_layer(weight, bias, fq, bn, base.__name__, multiplier),
+            Source(path, bn_name, 0 if bn_name else number, x=x_name, **names),
+            lambda: quantized_layer(weight, bias, fq, bn, base.__name__, multiplier, x_scale),
             free=path not in self._float_calls,
         )
         layer = self._root.get_submodule(name)

@@ -13,6 +13,7 @@ from qlightning.affine import quantize
 from qlightning.fake_quantize import swap_channels
 from qlightning.nn.qat import TWINS, bn_factor, layer_type, swap_in, swap_out
 
+torch.manual_seed(0)
 LAYERS: list[tuple[nn.Module, tuple[int, ...]]] = [
     (nn.Linear(6, 4), (3, 6)),
     (nn.Linear(6, 4, bias=False), (2, 3, 6)),
