@@ -16,6 +16,7 @@ from torch import Tensor
 from qlightning.errors import ArtifactError, ConfigError
 from qlightning.files import written_whole
 from qlightning.qscheme import QScheme
+from qlightning.strict_json import parse
 from qlightning.tensor import QuantizedTensor
 
 FORMAT = 1
@@ -137,9 +138,9 @@ def _schemes(path: str | Path, text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        found = parse(text)
         version, schemes = found["format"], dict(found["schemes"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: its metadata on quantized tensors cannot be read: {error}.") from error
     if version != FORMAT:
         raise ArtifactError(f"{path} has format {version!r} of quantized tensors, this version reads {FORMAT}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def write(trainer: Any, int8: Mapping[str, nn.Module], paths: Iterable[str], sou
     """Writes int8 models, on rank zero.
 
     Args:
-        trainer: Paths are relative to its ``default_root_dir``; its metrics go into the files.
+        trainer: Paths are relative to its ``default_root_dir``; its metrics go into the files, where they are finite.
         int8: By target name; of several each gets a file of its own, ``net.pt2`` becomes ``net.backbone.pt2``.
         paths: The files.
         source: The checkpoint that the models were made from, or empty.
@@ -44,7 +45,8 @@ def write(trainer: Any, int8: Mapping[str, nn.Module], paths: Iterable[str], sou
     """
     if not trainer.is_global_zero:
         return {}
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics = {name: value for name, value in logged.items() if math.isfinite(value)}  # a file takes no others
     written: dict[Path, Metadata] = {}
     for path in paths:
         for name, model in int8.items():

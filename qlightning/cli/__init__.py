@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 
 from qlightning.cli import bench, compare, export, inspect
+from qlightning.cli.output import say, write
 from qlightning.errors import QuantizationError
 from qlightning.version import __version__
 
@@ -34,24 +35,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    options = _parser().parse_args(arguments)
     try:
-        with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # nets may print, and stdout is for the result
-            warnings.showwarning = _show_warning
-            result = options.run(options)
-        print(result, flush=True)
-    except BrokenPipeError:  # the reader has gone (head); nothing is left to say, at exit neither
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        options = _parser().parse_args(arguments)
+        try:
+            # Nets may print, and stdout is for the result; either may be closed.
+            with (
+                redirect_stderr(sys.stderr or StringIO()) as stderr,
+                redirect_stdout(stderr),
+                warnings.catch_warnings(),
+            ):
+                warnings.showwarning = _show_warning
+                result = options.run(options)
+            write(result)
+        except Exception as error:
+            if options.traceback:
+                raise
+            kind = "" if isinstance(error, (QuantizationError, ImportError, OSError)) else f"{type(error).__name__}: "
+            say(f"qlightning {options.command}: {kind}{error}")
+            return 1
     except KeyboardInterrupt:
-        print("qlightning: interrupted.", file=sys.stderr)
+        say("qlightning: interrupted.")
         return 130
-    except Exception as error:
-        if options.traceback:
-            raise
-        kind = "" if isinstance(error, (QuantizationError, ImportError, OSError)) else f"{type(error).__name__}: "
-        print(f"qlightning {options.command}: {kind}{error}", file=sys.stderr)
-        return 1
+    except SystemExit:  # of --help and --version, whose texts are still to be written
+        write("")
+        raise
     return 0
 
 
@@ -80,4 +87,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"qlightning: warning: {message}", file=sys.stderr)
+    say(f"qlightning: warning: {message}")

@@ -17,9 +17,8 @@ from qlightning.backends import resolve_backend
 from qlightning.backends.base import cpu_features
 from qlightning.cli import nets
 from qlightning.cli.output import positive, progress, shown
-from qlightning.cli.runners import Runner, of_net, runner
+from qlightning.cli.runners import Runner, facts_of, of_net, runner
 from qlightning.errors import ConfigError
-from qlightning.export import metadata_of
 from qlightning.table import aligned
 
 HELP = "time the model of a file over batch sizes and threads, beside the float net where that is given"
@@ -47,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> str:
     """Runs the command, and returns what it has to say."""
     resolve_backend(options.backend)
-    facts = metadata_of(options.files[0])
+    facts, *_ = [facts_of(path) for path in options.files]
     net = nets.build(options.model) if options.model else None
     cases = [(t, b) for t in options.threads or [torch.get_num_threads()] for b in options.batch]
     inputs = {batch: nets.inputs_like(facts, batch) for batch in options.batch}

@@ -14,9 +14,8 @@ from qlightning.affine import sqnr
 from qlightning.backends.qdq import layer_path
 from qlightning.cli import nets
 from qlightning.cli.output import positive, shown
-from qlightning.cli.runners import loaded, runner
+from qlightning.cli.runners import facts_of, loaded, runner
 from qlightning.errors import ConfigError, QuantizationError
-from qlightning.export import metadata_of
 from qlightning.graph.programs import Captured
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.table import aligned
@@ -48,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """Runs the command, and returns what it has to say."""
-    facts = metadata_of(options.a)
-    metadata_of(options.b)
+    facts, _ = facts_of(options.a), facts_of(options.b)
     inputs = _given(options.inputs, [spec.name for spec in facts.inputs]) if options.inputs else None
     inputs = inputs or nets.inputs_like(facts, options.batch if facts.inputs and facts.inputs[0].shape[0] < 0 else None)
     found = [_results(path, options, inputs) for path in (options.a, options.b)]

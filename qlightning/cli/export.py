@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from qlightning.backends import resolve_backend
 from qlightning.cli import nets
 from qlightning.cli.output import shown
 from qlightning.errors import ArtifactError, ConfigError, QuantizationError
 from qlightning.export import SUFFIXES, load, parts_of, save
+from qlightning.export.settings import read_settings
 from qlightning.graph import convert, facts, prepare
 
 HELP = "turn a checkpoint, or a file of an int8 model, into a file of another kind"
@@ -52,12 +54,14 @@ def run(options: argparse.Namespace) -> str:
         raise ConfigError(f"{options.out}: the suffix says the kind of file; possible are {', '.join(SUFFIXES)}.")
     if not options.source.is_file():
         raise FileNotFoundError(f"{options.source}: no such file.")
-    example = nets.example(options.input) if options.input else None
+    example = nets.example(options.input) if options.input is not None else None
+    if options.backend is not None:
+        resolve_backend(options.backend)
     if options.source.suffix in (".pt2", ".safetensors"):
         net = _net(options) if options.source.suffix == ".safetensors" else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what it runs on here, as it does not run
-            int8 = load(options.source, net, backend=options.backend or "auto")
+            int8 = load(options.source, net, backend="auto" if options.backend is None else options.backend)
         facts_of_file = save(int8, options.out, example_inputs=example)
     else:
         int8 = _converted(options)
@@ -78,7 +82,7 @@ def _net(options: argparse.Namespace) -> nn.Module:
 def _converted(options: argparse.Namespace) -> nn.Module:
     """The int8 model of a checkpoint."""
     state = _state_dict(options.source)
-    parts = facts.read(state)
+    parts = _parts(options.source, state)
     if not parts:
         raise ArtifactError(
             f"{options.source} is no checkpoint of QuantizationAwareTraining: it does not say how its net was "
@@ -86,19 +90,33 @@ def _converted(options: argparse.Namespace) -> nn.Module:
         )
     name = options.part if options.part is not None else next(iter(parts))
     if name not in parts or (options.part is None and len(parts) > 1):
-        raise ConfigError(f"{options.source} has the nets {', '.join(parts)}: choose one by --part.")
+        known = ", ".join(repr(part) for part in parts)
+        raise ConfigError(
+            f"{options.source} has the nets {known}: choose one by --part."
+            if len(parts) > 1
+            else f"{options.source} has one net, {known}: leave out --part {options.part}."
+        )
     if options.input is None:
         raise ConfigError("--input is needed: a checkpoint does not say what shapes its net is called with.")
     net = _net(options)
-    qconfig, backend, mode = facts.settings(parts[name])
-    prepared = prepare(net, qconfig, backend=options.backend or backend, mode=mode)
+    qconfig, backend, mode = read_settings(
+        parts[name], f"{options.source}: the net {name!r}" if name else str(options.source)
+    )
     try:
+        prepared = prepare(net, qconfig, backend=backend if options.backend is None else options.backend, mode=mode)
         prepared.load_state_dict(_below(state, name))
-    except QuantizationError:
-        raise
+    except QuantizationError as error:
+        raise type(error)(f"{options.source}: {error}") from error
     except RuntimeError as error:
         raise ArtifactError(f"{options.source} belongs to another net than {type(net).__name__}: {error}") from error
     return convert(prepared)
+
+
+def _parts(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return facts.read(state)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"{path}: the metadata of its state dict is damaged: {error}.") from error
 
 
 def _state_dict(path: Path) -> Mapping[str, Any]:

@@ -40,8 +40,7 @@ def _text(path: Path, size: int, facts: Metadata) -> str:
     ]
     entries = {
         "inputs": "; ".join(f"{i.name} {i.dtype} ({', '.join(map(_size, i.shape))})" for i in facts.inputs),
-        "made for": f"backend {facts.backend}, CPU with {facts.cpu}"
-        + (", full 8-bit ranges" if facts.full_range else ""),
+        "made for": f"backend {facts.backend}, CPU with {facts.cpu}" + _ranges(path, facts),
         "made by": f"{facts.mode}; " + ", ".join(f"{name} {version}" for name, version in facts.versions.items()),
         "activations": facts.activation,
         "excluded": ", ".join(facts.exclude),
@@ -52,6 +51,13 @@ def _text(path: Path, size: int, facts: Metadata) -> str:
     head = f"{path}: {size / 1e6:.3f} MB, {sum(row.int8 for row in facts.layers)} of {len(facts.layers)} layers in int8"
     lines = [f"{name + ':':<13}{value}" for name, value in entries.items() if value]
     return "\n".join([head, *lines, "", aligned(("layer", "type", "runs in", "weight or reason"), layers)])
+
+
+def _ranges(path: Path, facts: Metadata) -> str:
+    if not facts.full_range:
+        return ""
+    elsewhere = path.suffix in (".onnx", ".xml")
+    return ", full 8-bit ranges" + (" (wrong answers on x86 CPUs without VNNI or AMX)" if elsewhere else "")
 
 
 def _size(size: int) -> str:

@@ -74,7 +74,7 @@ def example(text: str) -> tuple[Tensor, ...]:
     """
     try:
         return tuple(torch.zeros([int(size) for size in shape.split(",")]) for shape in text.split(";"))
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise ConfigError(f"--input {text!r}: sizes are needed, such as 1,3,224,224.") from error
 
 
@@ -87,7 +87,7 @@ def inputs_like(facts: Metadata, batch: int | None = None, seed: int = 0) -> tup
         seed: Of the random numbers.
 
     Raises:
-        ConfigError: It is not known what the model takes, or its batch size is not free.
+        ConfigError: It is not known what the model takes, or its batch size is not free, or there is no memory for it.
     """
     if not facts.inputs:
         raise ConfigError("The file does not say what the model takes, as it is no single graph.")
@@ -100,10 +100,13 @@ def inputs_like(facts: Metadata, batch: int | None = None, seed: int = 0) -> tup
                 raise ConfigError(f"The input {spec.name!r} has a batch size of {shape[0]} for good.")
             shape[0] = batch
         dtype = getattr(torch, spec.dtype)
-        if dtype.is_floating_point:
-            made.append(torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype))
-        else:
-            made.append(torch.randint(0, 2, shape, generator=generator).to(dtype))
+        try:
+            if dtype.is_floating_point:
+                made.append(torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype))
+            else:
+                made.append(torch.randint(0, 2, shape, generator=generator).to(dtype))
+        except RuntimeError as error:
+            raise ConfigError(f"An input {spec.name!r} of the shape {tuple(shape)} cannot be made: {error}") from error
     return tuple(made)
 
 

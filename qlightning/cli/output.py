@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 
@@ -14,6 +16,37 @@ T = TypeVar("T")
 def shown(result: Any, text: str, as_json: bool) -> str:
     """A result as JSON or as text."""
     return json.dumps(_plain(result), indent=2) if as_json else text
+
+
+def write(text: str) -> None:
+    """Prints a text on stdout, in the characters that it takes. A reader that has gone (``head``) is no error.
+
+    Raises:
+        OSError: The disk is full, say.
+    """
+    if sys.stdout is None:  # closed by the shell
+        return
+    try:
+        if text:
+            print(_spelled(text, sys.stdout))
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is not tried again at exit
+        if not isinstance(error, BrokenPipeError):
+            raise
+
+
+def say(text: str) -> None:
+    """Prints a text on stderr, where there is one."""
+    if sys.stderr is not None:
+        print(_spelled(text, sys.stderr), file=sys.stderr)
+
+
+def _spelled(text: str, stream: TextIO) -> str:
+    """The text without what a terminal would act on, and without characters that the stream does not take."""
+    plain = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return plain.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def progress(items: Sequence[T], what: str) -> Iterable[T]:

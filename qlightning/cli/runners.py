@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qlightning.cli import nets
 from qlightning.errors import ArtifactError, ConfigError
-from qlightning.export import load
+from qlightning.export import Metadata, load, metadata_of, warn_of_saturation
 
 Runner = Callable[..., dict[str, Tensor]]
 """From tensors to results by name."""
@@ -35,6 +35,17 @@ def runner(path: Path, model: Sequence[str] | None = None, backend: str = "auto"
     if path.suffix == ".xml":
         return _openvino(path, threads)
     return of_net(loaded(path, model, backend))
+
+
+def facts_of(path: Path) -> Metadata:
+    """The facts of a file that is to be run, with a warning where this CPU would run it wrongly.
+
+    Raises:
+        QuantizationError: It is no file of ours, or damaged.
+    """
+    found = metadata_of(path)
+    warn_of_saturation(path, found)
+    return found
 
 
 def loaded(path: Path, model: Sequence[str] | None, backend: str) -> nn.Module:

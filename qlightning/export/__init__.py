@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from qlightning.backends import Backend
@@ -15,9 +17,11 @@ from qlightning.export.metadata import Metadata
 from qlightning.export.onnx import onnx_metadata, save_onnx
 from qlightning.export.openvino import openvino_metadata, save_openvino, weights_of
 from qlightning.export.pt2 import load_pt2, pt2_metadata, save_pt2
+from qlightning.export.saturation import warn_of_saturation
 from qlightning.export.state import load_state, save_state, state_metadata
+from qlightning.files import check_target
 
-__all__ = ["READABLE", "SUFFIXES", "Metadata", "load", "metadata_of", "parts_of", "save"]
+__all__ = ["READABLE", "SUFFIXES", "Metadata", "load", "metadata_of", "parts_of", "save", "warn_of_saturation"]
 
 _SAVERS = {
     ".pt2": save_pt2,
@@ -55,19 +59,24 @@ def save(
 
     Args:
         int8: A model from ``convert`` or ``quantize_model``.
-        path: The file. It is complete or not there: an interrupted call leaves the old one.
+        path: The file, or a link to it. It is complete or not there: an interrupted call leaves the old one.
         example_inputs: The arguments of a call; None: like one that the model has seen.
-        metrics: Numbers to be kept in the file, by name.
+        metrics: Finite numbers to be kept in the file, by name; numpy and torch scalars, too.
         class_names: Names of the outputs, to be kept in the file.
         source: The checkpoint that the model was made from; its SHA-256 is kept.
 
     Returns:
         The facts that the file carries: backend, schemes, layers, inputs, versions.
 
+    Warns:
+        UserWarning: The runtimes of an ``.onnx`` or ``.xml`` file saturate on this CPU. That they do so on older ones
+            is a fact in the file (``full_range``).
+
     Raises:
         ConfigError: No file has this suffix, or the model is no int8 graph as a whole.
         ArtifactError: The shapes of its inputs are not known, or it cannot be written so.
         ImportError: A library that the kind of file needs is not installed.
+        OSError: No file can be written there; said before any work is done.
 
     Example:
         >>> import tempfile, torch
@@ -82,7 +91,14 @@ def save(
         (-1, 4)
     """
     saver = _of_kind(path, _SAVERS)
-    return saver(int8, path, example_inputs=example_inputs, metrics=metrics, class_names=class_names, source=source)
+    for part in parts_of(Path(path)):
+        check_target(part)
+    with _own_defaults():
+        found = saver(
+            int8, path, example_inputs=example_inputs, metrics=metrics, class_names=class_names, source=source
+        )
+    warn_of_saturation(path, found)
+    return found
 
 
 def load(path: str | Path, model: nn.Module | None = None, *, backend: str | Backend = "auto") -> nn.Module:
@@ -108,10 +124,12 @@ def load(path: str | Path, model: nn.Module | None = None, *, backend: str | Bac
                 f"{path} holds a state dict: give an instance of the float model, load(path, model=...), or save the "
                 "int8 model as .pt2, which needs none."
             )
-        return load_state(path, model, backend=backend)
+        with _own_defaults():
+            return load_state(path, model, backend=backend)
     if model is not None:
         raise ConfigError(f"{path}: only a .safetensors file is loaded into a model; leave out model=.")
-    return load_pt2(path, backend=backend)
+    with _own_defaults():
+        return load_pt2(path, backend=backend)
 
 
 def metadata_of(path: str | Path) -> Metadata:
@@ -129,6 +147,18 @@ def metadata_of(path: str | Path) -> Metadata:
 def parts_of(path: Path) -> list[Path]:
     """The files that :func:`save` writes under the name of one: an ``.xml`` has a ``.bin`` beside it."""
     return [path, weights_of(path)] if path.suffix == ".xml" else [path]
+
+
+@contextmanager
+def _own_defaults() -> Iterator[None]:
+    """Within it torch makes tensors as it does without the user's settings: float32, on the CPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _of_kind(path: str | Path, by_suffix: Mapping[str, Callable[..., Metadata]]) -> Callable[..., Metadata]:

@@ -182,9 +182,13 @@ def _operator(spelled: Any) -> Any:
     if schema is None or not isinstance(found, torch._ops.OpOverload):
         raise ArtifactError(f"its graph calls {spelled!r}, which this torch ({torch.__version__}) does not have.")
     returns = [str(value.type).replace("List[", "").rstrip("]").removeprefix("Optional[") for value in schema.returns]
-    if not returns or not set(returns) <= set(_TENSORS) or _FILES & {argument.name for argument in schema.arguments}:
+    if not returns or not set(returns) <= set(_TENSORS) or any(map(_is_file, schema.arguments)):
         raise ArtifactError(f"its graph calls {spelled!r}, which is no operator on tensors.")
     return found
+
+
+def _is_file(argument: Any) -> bool:
+    return argument.name in _FILES and "str" in str(argument.type)
 
 
 def _encoded(value: Any) -> Any:
@@ -207,6 +211,8 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: Any, known: dict[str, fx.Node]) -> Any:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ArtifactError("an argument of a call is a number beyond 64 bits.")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if not isinstance(value, dict) or len(value) != 1:

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from qlightning.backends.base import cpu_features
 from qlightning.errors import ArtifactError, ConfigError
 from qlightning.graph.qdq_module import QDQModule
 from qlightning.graph.report import report
+from qlightning.strict_json import parse
 from qlightning.version import __version__
 
 FORMAT = 1
 KEY = "qlightning"
 MAX_LENGTH = 2**24
 """Characters of JSON that are read at most: some hundred times what a net of a thousand layers has."""
-
-
+MAX_INPUTS = 1_000
+MAX_DIMS = 64
+MAX_NUMBERS = 2**30
+"""Numbers that the example of an input may have, as inputs like it are made to save and to time a model."""
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
 """The dtypes that tensors in files may have."""
 
@@ -113,7 +117,7 @@ class Metadata:
 
     def to_json(self) -> str:
         """The facts as one line of JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: Any, where: str) -> Metadata:
@@ -129,8 +133,8 @@ class Metadata:
         if not isinstance(text, (str, bytes)) or len(text) > MAX_LENGTH:
             raise ArtifactError(f"{where}: there is no metadata of qlightning in it, or far too much.")
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            found = parse(text)
+        except ValueError as error:
             raise ArtifactError(f"{where}: its metadata is no JSON: {error}.") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             version = found.get("format") if isinstance(found, dict) else None
@@ -181,29 +185,26 @@ def collect(int8: nn.Module, inputs: tuple[InputSpec, ...], **notes: Unpack[Note
         notes: What else the file is to say.
 
     Raises:
-        ConfigError: A metric is no number, or a class name no string.
+        ConfigError: A metric is no finite number, or a class name no string.
+        ArtifactError: There is more than a file can carry.
     """
-    metrics, class_names, source = notes.get("metrics"), notes.get("class_names"), notes.get("source")
-    for name, value in (metrics or {}).items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"metrics[{name!r}]={value!r}: numbers by name are needed, such as {{'accuracy': 0.91}}.")
-    if any(not isinstance(name, str) for name in class_names or ()):
-        raise ConfigError("class_names: strings are needed.")
+    source = notes.get("source")
     given: dict[str, Any] = {
         "inputs": inputs,
         "cpu": cpu_features(),
         "versions": {"qlightning": __version__, "torch": str(torch.__version__)},
-        "metrics": {name: float(value) for name, value in (metrics or {}).items()},
-        "class_names": tuple(class_names or ()),
+        "metrics": _metrics(notes.get("metrics")),
+        "class_names": _class_names(notes.get("class_names")),
         "source_sha256": "" if source is None else sha256(source),
     }
     found = report(int8)
     stored = int8.__dict__.get("metadata")
     if isinstance(stored, Metadata):  # of a model that was loaded from a file
-        return replace(stored, backend=found.backend, **{name: value for name, value in given.items() if value})
+        given = {name: value for name, value in given.items() if value}
+        return _readable(replace(stored, backend=found.backend, **given), int8)
     preparation = int8.__dict__["_preparation"]
     configs = list(preparation.qconfig.all())
-    return Metadata(
+    collected = Metadata(
         backend=found.backend,
         activation=found.activation,
         layers=tuple(LayerSpec(r.name, r.kind, r.int8, r.scheme if r.int8 else "", r.reason) for r in found.layers),
@@ -212,6 +213,43 @@ def collect(int8: nn.Module, inputs: tuple[InputSpec, ...], **notes: Unpack[Note
         full_range=any(a.activation.bits == 8 and w.weight.bits == 8 for a in configs for w in configs),
         **given,
     )
+    return _readable(collected, int8)
+
+
+def _readable(found: Metadata, int8: nn.Module) -> Metadata:
+    """The facts, once it is clear that they can be read again."""
+    Metadata.from_json(found.to_json(), type(int8).__name__)
+    return found
+
+
+def _metrics(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, (Mapping, type(None))):
+        raise ConfigError(f"metrics={metrics!r}: numbers by name are needed, such as {{'accuracy': 0.91}}.")
+    return {name: _metric(name, value) for name, value in (metrics or {}).items()}
+
+
+def _metric(name: Any, value: Any) -> float:
+    """The number of a Python, numpy or torch scalar."""
+    try:
+        if not isinstance(name, str) or isinstance(value, (bool, str, bytes)):
+            raise TypeError
+        number = float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(
+            f"metrics[{name!r}]={value!r}: numbers by name are needed, such as {{'accuracy': 0.91}}."
+        ) from error
+    if not math.isfinite(number):
+        raise ConfigError(f"metrics[{name!r}]={value!r}: a finite number is needed; leave it out.")
+    return number
+
+
+def _class_names(names: Any) -> tuple[str, ...]:
+    if isinstance(names, (str, bytes)) or not isinstance(names, (Iterable, type(None))):
+        raise ConfigError(f"class_names={names!r}: a list of strings is needed, such as ['cat', 'dog'].")
+    listed = () if names is None else tuple(names)
+    if other := [name for name in listed if not isinstance(name, str)]:
+        raise ConfigError(f"class_names: strings are needed, got {other[0]!r}.")
+    return tuple(map(str, listed))  # numpy has a string of its own
 
 
 def sha256(path: str | Path) -> str:
@@ -238,29 +276,65 @@ def _checked(found: dict[str, Any]) -> dict[str, Any]:
     """
     if unknown := found.keys() - {f.name for f in fields(Metadata)}:
         raise KeyError(f"unknown {sorted(unknown)[0]!r}")
-    strings: dict[str, Any] = {name: found[name] for name in _STRINGS if name in found}
-    lists: dict[str, Any] = {name: tuple(found[name]) for name in ("exclude", "class_names") if name in found}
-    tables: dict[str, Any] = {name: dict(found[name]) for name in ("versions", "metrics") if name in found}
-    texts = [
-        *strings.values(),
-        *(item for items in lists.values() for item in items),
-        *tables.get("versions", {}).values(),
-    ]
-    if any(not isinstance(text, str) for text in texts):
-        raise TypeError("a text is none")
-    metrics = {name: float(value) for name, value in tables.get("metrics", {}).items()}
-    inputs = tuple(
-        InputSpec(str(i["name"]), tuple(map(int, i["shape"])), str(i["dtype"]), tuple(map(int, i["example"])))
-        for i in found["inputs"]
-    )
-    for spec in inputs:
-        dtype_of(spec.dtype)
-        if not spec.name.isidentifier() or len(spec.shape) != len(spec.example):
-            raise ValueError(f"the input {spec.name!r} is none")
-    layers = tuple(
-        LayerSpec(str(r["name"]), str(r["kind"]), bool(r["int8"]), str(r["scheme"]), str(r["reason"]))
-        for r in found["layers"]
-    )
-    if not isinstance(found.get("full_range", False), bool):
-        raise TypeError("full_range is no flag")
-    return {**found, **strings, **lists, **tables, "metrics": metrics, "inputs": inputs, "layers": layers}
+    strings = {name: _is(found[name], str, name) for name in _STRINGS if name in found}
+    lists: dict[str, Any] = {
+        name: tuple(_texts(found[name], name)) for name in ("exclude", "class_names") if name in found
+    }
+    versions: dict[str, str] = _is(found.get("versions", {}), dict, "versions")
+    _texts(list(versions.values()), "versions")
+    metrics = {name: _number(value, name) for name, value in _is(found.get("metrics", {}), dict, "metrics").items()}
+    inputs = tuple(_input(entry) for entry in _is(found["inputs"], list, "inputs"))
+    if len(inputs) > MAX_INPUTS or len({spec.name for spec in inputs}) < len(inputs):
+        raise ValueError(f"inputs: up to {MAX_INPUTS} are possible, none twice")
+    layers = tuple(_layer(entry) for entry in _is(found["layers"], list, "layers"))
+    _is(found.get("full_range", False), bool, "full_range")
+    return {
+        **found,
+        **strings,
+        **lists,
+        "versions": versions,
+        "metrics": metrics,
+        "inputs": inputs,
+        "layers": layers,
+    }
+
+
+def _input(entry: Any) -> InputSpec:
+    name = _is(entry["name"], str, "the name of an input")
+    if not name.isidentifier():
+        raise ValueError(f"the input {name[:100]!r} has no usable name")
+    shape, example = (_sizes(entry[key], f"{key} of the input {name[:100]!r}") for key in ("shape", "example"))
+    if len(shape) != len(example) or any(size not in (-1, seen) for size, seen in zip(shape, example, strict=True)):
+        raise ValueError(f"the input {name[:100]!r} has the shape {shape} and the example {example}")
+    if min(example, default=0) < 0 or math.prod(max(size, 1) for size in example) > MAX_NUMBERS:
+        raise ValueError(f"the input {name[:100]!r} has the sizes {example}; {MAX_NUMBERS} numbers are possible")
+    dtype_of(entry["dtype"])
+    return InputSpec(name, shape, entry["dtype"], example)
+
+
+def _sizes(values: Any, what: str) -> tuple[int, ...]:
+    if len(_is(values, list, what)) > MAX_DIMS:
+        raise ValueError(f"{what}: {len(values)} dimensions")
+    return tuple(_is(value, int, what) for value in values)
+
+
+def _layer(entry: Any) -> LayerSpec:
+    texts = {name: _is(entry[name], str, f"{name} of a layer") for name in ("name", "kind", "scheme", "reason")}
+    return LayerSpec(int8=_is(entry["int8"], bool, "int8 of a layer"), **texts)
+
+
+def _texts(values: Any, what: str) -> list[str]:
+    return [_is(value, str, what) for value in _is(values, list, what)]
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TypeError(f"the metric {what[:100]!r} is no number")
+    return float(value)
+
+
+def _is(value: Any, kind: type, what: str) -> Any:
+    """The value, which has to be of a kind, and no flag where a number is needed."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{what} is a {type(value).__name__}")
+    return value

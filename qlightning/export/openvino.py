@@ -49,12 +49,14 @@ def save_openvino(int8: nn.Module, path: str | Path, *, example_inputs: Any = No
     target = Path(path)
     with written_whole(target) as graph, written_whole(weights_of(target)) as weights:
         temporary = Path(graph)
-        # OpenVINO writes the weights beside the graph, under its name.
-        openvino.save_model(model, temporary, compress_to_fp16=False)
-        weights_of(temporary).replace(weights)
-        model.set_rt_info(sha256(weights), [_DIGEST])
-        openvino.save_model(model, temporary, compress_to_fp16=False)
-        weights_of(temporary).replace(weights)
+        try:
+            # OpenVINO writes the weights beside the graph, under its name.
+            openvino.save_model(model, temporary, compress_to_fp16=False)
+            model.set_rt_info(sha256(weights_of(temporary)), [_DIGEST])
+            openvino.save_model(model, temporary, compress_to_fp16=False)
+            weights_of(temporary).replace(weights)
+        finally:
+            weights_of(temporary).unlink(missing_ok=True)
     return found
 
 

@@ -36,6 +36,7 @@ from qlightning.graph.signature import describe_call
 from qlightning.graph.state import guard
 from qlightning.nn.quantized import QuantizedLayer, dequantized_weight
 from qlightning.qscheme import QScheme
+from qlightning.strict_json import parse
 
 _METADATA, _GRAPH = "qlightning.json", "qlightning.graph.json"
 _PARTS = ("codes", "scale", "zero_point", "bias")
@@ -103,7 +104,8 @@ def load_pt2(path: str | Path, *, backend: str | Backend = "auto") -> nn.Module:
     """
     with Archive(path) as archive:
         facts, content = _contents(archive)
-        tensors = {name: _tensor(archive, name, place) for name, place in content["tensors"].items()}
+        members: dict[str, bytearray] = {}
+        tensors = {name: _tensor(archive, members, name, place) for name, place in content["tensors"].items()}
     graph = decode(content["nodes"], set(tensors), str(path))
     root = _tree(tensors, content["layers"], str(path))
     try:
@@ -194,23 +196,31 @@ def _layer(layer: QuantizedLayer) -> dict[str, Any]:
 def _contents(archive: Archive) -> tuple[Metadata, dict[str, Any]]:
     where = str(archive.path)
     try:
-        header = json.loads(archive.read(f"extra/{_METADATA}"))
+        header = parse(archive.read(f"extra/{_METADATA}"))
         digest = header["graph_sha256"]
         facts = Metadata.from_json(header["facts"], where)
         text = archive.read(f"extra/{_GRAPH}")
         if hashlib.sha256(text).hexdigest() != digest:
             raise ArtifactError(f"{where}: its graph does not have the checksum that it was saved with.")
-        content = json.loads(text)
+        content = parse(text)
         checked = {name: dict(content[name]) for name in ("tensors", "layers")}
         check_paths([*checked["tensors"], *checked["layers"]], where)
         return facts, {**checked, "nodes": content["nodes"]}
     except ArtifactError:
         raise
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ArtifactError(f"{where}: its contents are damaged: {type(error).__name__}: {error}.") from error
 
 
-def _tensor(archive: Archive, name: str, place: Any) -> Tensor:
+def _tensor(archive: Archive, members: dict[str, bytearray], name: str, place: Any) -> Tensor:
+    """A tensor of an archive; those that lie in one member share its memory, so that all are no larger than the file.
+
+    Args:
+        archive: The file.
+        members: What of it was read before; one more is added.
+        name: The name of the tensor.
+        place: Where it lies and what it is, not trusted.
+    """
     try:
         member, dtype = str(place["member"]), dtype_of(place["dtype"])
         shape, stride = ([int(size) for size in place[key]] for key in ("shape", "stride"))
@@ -220,16 +230,21 @@ def _tensor(archive: Archive, name: str, place: Any) -> Tensor:
             raise ValueError(f"shape {shape}, stride {stride}")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ArtifactError(f"{archive.path}: the tensor {str(name)[:100]!r} is damaged: {error}.") from error
-    content = archive.read(member, numel * dtype.itemsize)
-    if not content:
+    size = numel * dtype.itemsize
+    if member not in members or len(members[member]) != size:
+        members[member] = bytearray(archive.read(member, size))
+    if not size:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, stride)
+    return torch.frombuffer(members[member], dtype=dtype).as_strided(shape, stride)
 
 
 def _tree(tensors: dict[str, Tensor], layers: dict[str, Any], where: str) -> nn.Module:
     """Modules that hold the tensors under their names; the int8 layers are such."""
     root = nn.Module()
     try:
+        parts = [part for path in layers for name in _PARTS if (part := tensors.get(f"{path}.{name}")) is not None]
+        if len(places := [part.data_ptr() for part in parts if part.numel()]) != len(set(places)):
+            raise ValueError("two share a tensor, of which kernels keep a copy each")
         for path, entry in sorted(layers.items()):
             scheme, groups = QScheme(**entry["scheme"]), entry["transposed_groups"]
             if groups is not None and (not isinstance(groups, int) or groups < 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,8 @@ from qlightning.backends import Backend
 from qlightning.errors import ArtifactError, ConfigError, QuantizationError
 from qlightning.export.choice import backend_for
 from qlightning.export.metadata import KEY, InputSpec, Metadata, Notes, collect, dtype_of, input_specs
+from qlightning.export.settings import read_settings
+from qlightning.export.template import template
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph import convert, facts, is_prepared, prepare
 from qlightning.graph.convert import lower_again
@@ -28,10 +29,12 @@ from qlightning.graph.qdq_module import qdq_module
 from qlightning.graph.signature import LEAF, VALUE
 from qlightning.graph.spelling import spell
 from qlightning.nn.quantized import QuantizedLayer, has_int8_layers
-from qlightning.observers import MinMaxObserver
+from qlightning.strict_json import parse
 from qlightning.tensor_file import read_safetensors, write_safetensors
 
 FORMAT = 2
+MAX_NUMBER = 2**16
+"""The largest integer of a call that is kept: a forward may count up to it while it is traced."""
 _STATE = f"{KEY}.state"
 
 
@@ -69,6 +72,7 @@ def save_state(int8: nn.Module, path: str | Path, *, example_inputs: Any = None,
     tensors = {name: value for name, value in int8.state_dict().items() if isinstance(value, Tensor)}
     found = collect(int8, _inputs(int8, example_inputs), **notes)
     calls = {name: list(_calls(root)) for name, root in captured_roots(int8)}
+    _warn_of_lost(int8, calls)
     state = {
         "format": FORMAT,
         "settings": facts.collect(preparation.qconfig, preparation.backend.name, preparation.mode),
@@ -103,13 +107,14 @@ def load_state(path: str | Path, model: nn.Module, *, backend: str | Backend = "
     where = str(path)
     found = Metadata.from_json(metadata.get(KEY), where)
     state = _state(metadata.get(_STATE), where)
+    qconfig, _, mode = read_settings(state["settings"], where, observers=False)
+    copied = template(model, tensors)
     try:
-        qconfig, _, mode = facts.settings(_without_observers(state["settings"]))
         schemes = [(config.activation, config.weight) for config in qconfig.all()]
         chosen = backend_for(backend, found, *map(set, zip(*schemes, strict=True)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what was said when the model was made
-            prepared = prepare(copy.deepcopy(model), qconfig, backend="reference", mode=mode)
+            prepared = prepare(copied, qconfig, backend="reference", mode=mode)
             _restore(prepared, state, where)
             int8 = convert(prepared)
     except QuantizationError as error:
@@ -169,11 +174,26 @@ def _calls(root: nn.Module) -> Iterator[tuple[Any, list[str] | None]]:
         yield call, next(graphs, None)
 
 
+def _warn_of_lost(int8: nn.Module, calls: Mapping[str, list[Any]]) -> None:
+    for name, root in captured_roots(int8):
+        known = [spec for spec, training in root.__dict__["_captured"].programs if not training]
+        if lost := len(known) - len(calls[name]):
+            warnings.warn(
+                f"{type(root).__name__}: {lost} of the ways of calling it ({'; '.join(s.describe() for s in known)}) "
+                f"are not kept in the file: integers beyond {MAX_NUMBER}, or values that JSON lacks.",
+                stacklevel=5,
+            )
+
+
+def _is_large(content: Any) -> bool:
+    return isinstance(content, int) and abs(content) > MAX_NUMBER
+
+
 def _spelled(entry: Any) -> Any:
     if entry in (LEAF, VALUE):
         return entry
     kind, cls, content = entry
-    if kind == "constant" and cls in (type(None), bool, str, int, float):
+    if kind == "constant" and cls in (type(None), bool, str, int, float) and not _is_large(content):
         return {"constant": content}
     if kind == "dict" and cls is dict and all(isinstance(key, str) for key, _ in content):
         return {"dict": [[key, _spelled(item)] for key, item in content]}
@@ -189,25 +209,14 @@ def _state(text: str | None, where: str) -> dict[str, Any]:
     if text is None:
         raise ArtifactError(f"{where} holds no int8 model: it was not written by qlightning.save().")
     try:
-        state = json.loads(text)
+        state = parse(text)
         version = state["format"]
         found = {name: dict(state[name]) for name in ("settings", "grids", "calls", "graphs")}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{where}: what it says of the int8 model is damaged: {error}.") from error
     if version != FORMAT:
         raise ArtifactError(f"{where} has format {version!r} of int8 models; this qlightning reads {FORMAT}.")
     return found
-
-
-def _without_observers(settings: Any) -> Any:
-    """The settings with observers that are there wherever qlightning is: nothing is observed any more."""
-
-    def replaced(config: Any) -> Any:
-        plain = {"class": f"{MinMaxObserver.__module__}.{MinMaxObserver.__qualname__}", "options": {}}
-        overrides = {pattern: entry and replaced(entry) for pattern, entry in config["overrides"].items()}
-        return {**config, "activation_observer": plain, "weight_observer": plain, "overrides": overrides}
-
-    return {**settings, "qconfig": replaced(settings["qconfig"])}
 
 
 def _restore(prepared: nn.Module, state: Mapping[str, Any], where: str) -> None:
@@ -265,6 +274,8 @@ def _stand_in(entry: Any, numbers: list[Any]) -> Any:
         return object()
     ((kind, content),) = entry.items()
     if kind == "constant" and isinstance(content, (type(None), bool, str, int, float)):
+        if _is_large(content):
+            raise ValueError(f"a call with a number beyond {MAX_NUMBER}")
         if isinstance(content, (int, float)) and not isinstance(content, bool):
             numbers.append(content)
         return content

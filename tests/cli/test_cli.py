@@ -1,7 +1,6 @@
 """The command line, called as the shell calls it."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -129,7 +128,8 @@ def test_export_says_what_is_wrong_with_a_checkpoint(trained, tmp_path, capsys):
     assert "No module named 'nowhere'" in error(path, out, "--model", "nowhere.Net", "--input", "1,3,8,8")
     assert "gives a OrderedDict" in error(path, out, "--model", "collections.OrderedDict", "--input", "1,3,8,8")
     assert "sizes are needed" in error(path, out, *net, "width=6", "--input", "1,x")
-    assert "has the nets net" in error(path, out, *net, "width=6", "--input", "1,3,8,8", "--part", "body")
+    one = error(path, out, *net, "width=6", "--input", "1,3,8,8", "--part", "body")
+    assert "has one net, 'net': leave out --part body" in one
     torch.save(Net().state_dict(), tmp_path / "float.ckpt")
     assert "does not say how its net was prepared" in error(tmp_path / "float.ckpt", out, *net, "--input", "1,3,8,8")
     torch.save(Net(), tmp_path / "whole.pt")
@@ -241,9 +241,73 @@ def test_help_has_examples(command, capsys):
     assert f"examples:\n  qlightning {command} " in capsys.readouterr().out
 
 
-def test_in_a_shell(folder):
-    """A reader that leaves early is no error, and neither progress nor warnings are in the output."""
-    command = f"{sys.executable} -m qlightning inspect {folder / 'net.pt2'} | head -1"
-    found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
-    assert "5 of 5 layers in int8" in found.stdout
-    assert found.stderr == ""
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "net.pt2", "--backend", ""],
+        ["compare", "net.pt2", "net.pt2", "--backend", ""],
+        ["export", "net.pt2", "out.pt2", "--backend", ""],
+        ["export", "net.pt2", "out.pt2", "--backend", "onednm"],
+    ],
+)
+def test_a_backend_that_is_none_is_said(folder, tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    paths = [folder / a if a == "net.pt2" else a for a in arguments]
+    status, out, err = called(*paths, capsys=capsys)
+    assert (status, out) == (1, "")
+    assert f"Unknown backend {arguments[-1]!r}" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sizes", ["", "1,x", "1," + "9" * 30, "-1,3", f"{2**40},{2**40}", ";"])
+def test_sizes_that_are_none_are_said(folder, tmp_path, capsys, sizes):
+    status, _, err = called("export", folder / "net.pt2", tmp_path / "a.pt2", f"--input={sizes}", capsys=capsys)
+    assert status == 1
+    assert "sizes are needed" in err
+
+
+def test_a_batch_beyond_all_memory_is_said(folder, capsys):
+    status, _, err = called("bench", folder / "net.pt2", "--batch", 2**31 - 1, capsys=capsys)
+    assert status == 1
+    assert "'x' of the shape (2147483647, 3, 8, 8) cannot be made" in err
+
+
+def facts_of(checkpoint):
+    return checkpoint["state_dict"]._metadata["net"]["qlightning"]
+
+
+DAMAGES = {
+    "no format": (lambda f: f.pop("format"), "in format None"),
+    "no QConfig": (lambda f: f.pop("qconfig"), "qconfig is a NoneType"),
+    "a scheme of other bits": (lambda f: f["qconfig"]["weight"].update(bits=99), "qconfig.weight: QScheme bits=99"),
+    "no observer": (lambda f: f["qconfig"].update(weight_observer=1), "qconfig.weight_observer is a int"),
+    "an unknown observer": (lambda f: f["qconfig"]["weight_observer"].update({"class": "a.B"}), "the observer a.B"),
+    "another mode": (lambda f: f.update(mode="x"), "mode is 'x'"),
+    "another backend": (lambda f: f.update(backend="x"), "Unknown backend 'x'"),
+    "a pattern of nothing": (lambda f: f["qconfig"].update(exclude=["nothing"]), "'nothing' matches no module"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_facts_of_a_checkpoint_are_named(trained, tmp_path, capsys, damage, message):
+    checkpoint = torch.load(trained[0], weights_only=True)
+    damage(facts_of(checkpoint))
+    torch.save(checkpoint, tmp_path / "bad.ckpt")
+    arguments = ["export", tmp_path / "bad.ckpt", tmp_path / "a.pt2", "--model", "tests.cli.test_cli.Net", "width=6"]
+    status, out, err = called(*arguments, "--input", "1,3,8,8", capsys=capsys)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"qlightning export: {tmp_path / 'bad.ckpt'}: ")
+    assert message in err
+    assert not (tmp_path / "a.pt2").exists()
+
+
+def test_damaged_metadata_of_a_state_dict_is_said(trained, tmp_path, capsys):
+    checkpoint = torch.load(trained[0], weights_only=True)
+    for entry in (3, {"qlightning": 3}):
+        checkpoint["state_dict"]._metadata["net"] = entry
+        torch.save(checkpoint, tmp_path / "bad.ckpt")
+        arguments = ["export", tmp_path / "bad.ckpt", tmp_path / "a.pt2", "--model", "tests.cli.test_cli.Net"]
+        status, _, err = called(*arguments, "width=6", "--input", "1,3,8,8", capsys=capsys)
+        assert status == 1
+        assert f"{tmp_path / 'bad.ckpt'}: " in err
+        assert "damaged" in err

@@ -117,6 +117,10 @@ def layer_tensor(graph):
     return next(place for name, place in graph["tensors"].items() if name.endswith("codes"))
 
 
+def layer_tensors(graph):
+    return [place for name, place in graph["tensors"].items() if name.endswith("codes")]
+
+
 FORGERIES = {
     "another function": lambda g, f: first_call(g).update(target="os.system"),
     "a method of a file": lambda g, f: first_call(g).update(target="aten.from_file.default"),
@@ -153,6 +157,10 @@ FORGERIES = {
     "facts of other types": lambda g, f: f.update(layers=3),
     "another number of inputs": lambda g, f: f.update(inputs=f["inputs"] * 2),
     "an input that is no name": lambda g, f: f["inputs"][0].update(name="x): import os #"),
+    "a number beyond 64 bits": lambda g, f: first_call(g)["args"].append(2**63),
+    "layers that share their codes": lambda g, f: layer_tensors(g)[1].update(layer_tensors(g)[0]),
+    "a member of another size": lambda g, f: layer_tensors(g)[1].update(member=layer_tensors(g)[0]["member"]),
+    "a path of very many parts": lambda g, f: g["tensors"].update({"a" + ".a" * 50_000: layer_tensor(g)}),
     "an input of another dtype": lambda g, f: f["inputs"][0].update(dtype="Tensor"),
 }
 
@@ -164,6 +172,35 @@ def test_a_forged_file_is_a_typed_error(whole, tmp_path, change):
     path.write_bytes(forged(whole, change))
     with pytest.raises(QuantizationError):
         load(path)
+
+
+def test_a_key_that_is_there_twice_is_a_typed_error(whole, tmp_path):
+    contents = members(whole)
+    name = next(name for name in contents if name.endswith("extra/qlightning.json"))
+    contents[name] = contents[name].replace(b"{", b'{"graph_sha256": "0", ', 1)
+    (tmp_path / "net.pt2").write_bytes(packed(contents))
+    with pytest.raises(QuantizationError, match="'graph_sha256' is there twice"):
+        load(tmp_path / "net.pt2")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_many_names_of_one_tensor_take_no_more_memory_than_the_file(whole, tmp_path):
+    """Eight MB under a thousand names, of which each would have a copy of its own: eight GB."""
+    contents = members(whole)
+    top = next(iter(contents)).partition("/")[0]
+    contents[f"{top}/data/weights/big"] = bytes(2**23)
+
+    def change(graph, facts):
+        place = {"member": "data/weights/big", "dtype": "uint8", "shape": [2**23], "stride": [1]}
+        graph["tensors"].update({f"big.t{i}": place for i in range(1000)})
+
+    (tmp_path / "big.pt2").write_bytes(packed(contents))
+    path = tmp_path / "net.pt2"
+    path.write_bytes(forged(tmp_path / "big.pt2", change))
+    x = samples(4, seed=3)[0]
+    loaded = load(path)  # within the bound of memory that all tests here have
+    assert torch.equal(loaded(x), load(whole)(x))
+    assert len({tensor.data_ptr() for name, tensor in loaded.named_buffers() if name.startswith("big.")}) == 1
 
 
 def test_an_honest_copy_of_the_members_loads(whole, tmp_path):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from qlightning import quantize_model, save
+from qlightning.cli import main
 from qlightning.errors import ArtifactError, ConfigError
 from qlightning.export import metadata_of, parts_of
 from tests.callbacks.nets import samples
@@ -111,3 +112,64 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch, int8):
     with pytest.raises(ConfigError, match="openvino runs this kind of file"):
         __import__("qlightning").load(tmp_path / "net.xml")
     assert not list(tmp_path.iterdir())
+
+
+class Killed(BaseException):
+    """In the place of the end of the process."""
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_what_a_killed_call_leaves_is_a_pair_or_noticed(tmp_path, monkeypatch, int8, capsys, written):
+    path, new = tmp_path / "net.xml", quantize_model(trained(), [samples(32, seed=1)[0]])
+    save(int8, path, metrics={"old": 1})
+    replace, done = os.replace, []
+
+    def killed(source, target):
+        if str(target).endswith(("net.xml", "net.bin")):
+            if len(done) == written:
+                raise Killed
+            done.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    if written < 2:
+        with pytest.raises(Killed):
+            save(new, path, metrics={"new": 1})
+    else:
+        save(new, path, metrics={"new": 1})
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.bin", "net.xml"]
+    if written == 1:
+        with pytest.raises(ArtifactError, match=r"net\.bin is not the file that was saved with net\.xml"):
+            metadata_of(path)
+        save(int8, tmp_path / "whole.xml")
+        for command in ("bench", "compare"):  # OpenVINO itself would take them
+            assert main([command, str(tmp_path / "whole.xml"), str(path)]) == 1
+            assert "net.bin is not the file that was saved with net.xml" in capsys.readouterr().err
+    else:
+        assert list(metadata_of(path).metrics) == ["new" if written else "old"]
+
+
+def test_a_failed_call_leaves_nothing(tmp_path, monkeypatch, int8):
+    write, calls = openvino.save_model, []
+
+    def full(*args, **kwargs):
+        write(*args, **kwargs)
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("no space left")
+
+    monkeypatch.setattr(openvino, "save_model", full)
+    with pytest.raises(RuntimeError, match="no space left"):
+        save(int8, tmp_path / "net.xml")
+    assert not list(tmp_path.iterdir())
+
+
+def test_links_and_long_names(tmp_path, int8):
+    path = tmp_path / f"{'n' * 240}.xml"
+    path.symlink_to("elsewhere")
+    save(int8, path)
+    assert path.is_symlink()
+    assert metadata_of(path).inputs[0].shape == (-1, 3, 8, 8)
+    x, _ = samples(2, seed=9)
+    assert openvino.compile_model(str(path), "CPU")([x.numpy()])[0].shape == (2, 3)

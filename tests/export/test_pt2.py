@@ -279,3 +279,23 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch, int8):
         save(int8, path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+class Einsum(nn.Module):
+    """Calls with arguments that are texts, or are named as files might be."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.einsum("bi,ij->bj", self.first(x), self.second.weight)
+        return self.second(torch.div(nn.functional.gelu(y, approximate="tanh"), 0.1, rounding_mode="floor"))
+
+
+def test_arguments_are_judged_by_what_they_are(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    int8 = quantize_model(Einsum().eval(), [x])
+    save(int8, tmp_path / "net.pt2")
+    assert torch.equal(load(tmp_path / "net.pt2")(x), int8(x))
