@@ -66,6 +66,7 @@ class LayerCall:
         node: The layer in the QDQ graph.
         layer: Its weight.
         path: The name of that.
+        root: The module of the graph.
         x: The operand.
         residual: What is added to the result, before ``post``.
         post: Elementwise calls behind it.
@@ -75,10 +76,15 @@ class LayerCall:
     node: fx.Node
     layer: QuantizedLayer
     path: str
+    root: nn.Module
     x: Value
     residual: Value | None
     post: list[fx.Node]
     out: QParams | None
+
+    def packed(self, graph: fx.Graph, pack: Any) -> fx.Node:
+        """A kernel's own form of the weight, built by ``pack`` (see ``QuantizedLayer.add_packing``)."""
+        return graph.get_attr(f"{self.path}.{self.layer.add_packing(pack)}")
 
 
 class Kernels(Protocol):
@@ -244,9 +250,7 @@ class _Lowering:
         x = DEQUANTIZE(codes, *value.qparams.args())
         for node in pending.post:
             x = node.target(x, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-        name = free_name(self._root, "table")
-        self._root.register_buffer(name, QUANTIZE(x, *out.args()), persistent=False)
-        return self._call(kernels.lookup, value.codes, self._new.get_attr(name))
+        return self._call(kernels.lookup, value.codes, add_table(self._new, self._root, QUANTIZE(x, *out.args())))
 
     # Layers
 
@@ -254,7 +258,7 @@ class _Lowering:
         path, layer = self._layer(pending.node)
         residual = pending.inputs[1] if pending.absorbed else None
         return self._family.emit_layer(
-            self._new, LayerCall(pending.node, layer, path, pending.inputs[0], residual, pending.post, out)
+            self._new, LayerCall(pending.node, layer, path, self._root, pending.inputs[0], residual, pending.post, out)
         )
 
     def _emit_float_layer(self, pending: Pending) -> fx.Node:
@@ -346,6 +350,13 @@ class _Lowering:
 
 _OF_MEMORY = {"as_strided", "stride", "is_contiguous", "storage_offset", "view_as_complex"}
 _FLOAT_MOVES = (nn.MaxPool1d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+
+
+def add_table(graph: fx.Graph, root: nn.Module, table: Tensor) -> fx.Node:
+    """Keeps what 256 codes become, uint8 (256,), in a module; it is not saved, as the QDQ graph says it too."""
+    name = free_name(root, "table")
+    root.register_buffer(name, table, persistent=False)
+    return graph.get_attr(name)
 
 
 def float_weight(layer: QuantizedLayer) -> Tensor:
