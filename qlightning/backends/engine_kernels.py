@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -97,15 +98,14 @@ def conv(
     """
     if x.dim() == dims + 1:
         return conv(x[None], x_scale, x_zero_point, packed, dims, scale, zero_point, relu, ends)[0]
-    y = _CONVS[dims][relu](wrap(x, x_scale, x_zero_point), packed, scale, zero_point)
-    return _ended(unwrap(y), ends)
+    function = _convolution(dims, relu)
+    return _ended(unwrap(function(wrap(x, x_scale, x_zero_point), packed, scale, zero_point)), ends)
 
 
-_CONVS: dict[int, tuple[Any, Any]] = {
-    1: (_quantized.conv1d, _quantized.conv1d_relu),
-    2: (_quantized.conv2d.new, _quantized.conv2d_relu.new),
-    3: (_quantized.conv3d.new, _quantized.conv3d_relu.new),
-}
+@lru_cache
+def _convolution(dims: int, relu: bool) -> Any:
+    found = getattr(_quantized, f"conv{dims}d_relu" if relu else f"conv{dims}d")
+    return found if dims == 1 else found.new
 
 
 def conv_transpose(
@@ -222,11 +222,8 @@ def binary(
         )[0]
     x, y = wrap(left, left_scale, left_zero_point), wrap(right, right_scale, right_zero_point)
     with running(engine):
-        result = _BINARY[name](x, y, scale, zero_point)
+        result = getattr(_quantized, name)(x, y, scale, zero_point)
     return _ended(unwrap(result), ends)
-
-
-_BINARY = {"add": _quantized.add, "add_relu": _quantized.add_relu, "mul": _quantized.mul}
 
 
 # Packed weights
@@ -246,7 +243,7 @@ class ConvPacking:
 
     def __call__(self, layer: QuantizedLayer) -> Any:
         dims = layer.codes.dim() - 2
-        prepack = (_quantized.conv1d_prepack, _quantized.conv2d_prepack, _quantized.conv3d_prepack)[dims - 1]
+        prepack = getattr(_quantized, f"conv{dims}d_prepack")
         geometry = (self.stride, self.padding, self.dilation, self.groups)
         return _pack(layer, self.engine, self.x_scale, lambda w, b: prepack(w, b, *geometry), self.flipped)
 
@@ -285,13 +282,13 @@ def _for_qnnpack(layer: QuantizedLayer, x_scale: float) -> tuple[Tensor, Tensor,
     scale with which that fits; what this takes from its weights is 2**-30 of the bias a weight and unit of x, at most.
     """
     codes, scale, zero_point = layer.codes, layer.scale, layer.zero_point
+    empty = ~codes.flatten(1).any(1)
     negative = scale < 0
     if bool(negative.any()):
         mirrored = negative.view(-1, *[1] * (codes.dim() - 1))
         codes = torch.where(mirrored, -1 - codes, codes)
         scale, zero_point = scale.abs(), torch.where(negative, -1 - zero_point, zero_point)
     zero = zero_point.view(-1, *[1] * (codes.dim() - 1))
-    empty = (codes == zero).flatten(1).all(1)
     bias = torch.zeros_like(scale) if layer.bias is None else layer.bias
     needed = bias.abs().div(x_scale * 2.0**30).clamp_min(2.0**-100)
     new = torch.where(empty, needed, torch.maximum(scale, needed))

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from qlightning.backends import engine_kernels, kernels, lowering
+from qlightning.backends import engine_kernels, lowering
 from qlightning.backends.base import Backend, accepts_symmetric_weights, cpu_has_int8_dot_products
 from qlightning.backends.engine_kernels import ConvPacking, LinearPacking
-from qlightning.backends.lowering import LayerCall, Value, add_table
+from qlightning.backends.lowering import LayerCall, Value
 from qlightning.backends.qdq import CONV_TRANSPOSES, CONVS, QUANTIZE, QParams, aten, conv_geometry, spread_geometry
-from qlightning.backends.stages import stage_of_activation, stage_of_sum
 from qlightning.calls import function_name
 
 _NEEDED = (
@@ -60,9 +59,8 @@ def _engines() -> list[str]:
 class Engine:
     """The kernels of one engine, as the lowering asks for them.
 
-    Where the result of a layer is rounded a second time (sums and activations that the engine cannot take in), it is
-    on a grid in between that covers all that can matter, and the layer stays in float where this could cost more than
-    one code.
+    A layer takes in calls that end the range of its result (ReLU, ReLU6, Hardtanh); with others behind it, it stays in
+    float. A sum that the engine cannot take in gets the layer's result rounded to a grid of its own.
 
     Args:
         name: As torch calls it.
@@ -94,11 +92,9 @@ class Engine:
         if out is None:
             return self._emit_float(graph, call)
         ends = _ends(call.post, out)
-        if call.residual is None:
-            return self._emit(graph, call, out, ends) if ends is not None else self._emit_looked_up(graph, call, out)
         if ends is None:
             return None
-        if self.onednn and call.node.target is aten.conv2d.default:
+        if call.residual is None or (self.onednn and call.node.target is aten.conv2d.default):
             return self._emit(graph, call, out, ends)
         assert call.residual.qparams is not None
         stage = stage_of_sum(call.residual.qparams, out, ends)
@@ -107,17 +103,6 @@ class Engine:
             return None
         call.layer.kernel += f", then {_names('add', *call.post)}"
         return self._binary(graph, "add", Value(stage, codes), call.residual, out, ends)
-
-    def _emit_looked_up(self, graph: fx.Graph, call: LayerCall, out: QParams) -> fx.Node | None:
-        staged = stage_of_activation(call.post, out)
-        if staged is None:
-            return None
-        stage, table = staged
-        codes = self._emit(graph, replace(call, post=[]), stage, (0, 255))
-        if codes is None:
-            return None
-        call.layer.kernel += f", then {_names(*call.post)}"
-        return graph.call_function(kernels.lookup, (codes, add_table(graph, call.root, table)))
 
     def _emit_float(self, graph: fx.Graph, call: LayerCall) -> fx.Node | None:
         """A linear layer with a float32 result; only fbgemm has one, and no convolution."""
@@ -135,9 +120,7 @@ class Engine:
         _, x_scale, _ = x = call.x.coded()
         if self.name == "qnnpack" and layer.bias is not None:
             # It rounds the bias in units of the sums; this is what one of these is worth in the result.
-            used = layer.scale[
-                (layer.codes != layer.zero_point.view(-1, *[1] * (layer.codes.dim() - 1))).flatten(1).any(1)
-            ]
+            used = layer.scale[layer.codes.flatten(1).any(1)]
             if used.numel() and float(used.abs().max()) * x_scale / out.scale > 0.5:
                 return None
         relu = out.zero_point > 0 and ends == (out.zero_point, 255)
@@ -168,6 +151,25 @@ class Engine:
     def _engine(self, groups: int) -> str:
         """What packs a convolution: torch's x86 leaves those of more than 100 groups to fbgemm, which may saturate."""
         return "onednn" if self.onednn and groups > 100 else self.name
+
+
+def stage_of_sum(residual: QParams, out: QParams, ends: tuple[int, int]) -> QParams | None:
+    """A grid for a result that a residual is added to; None where its steps would be coarser than two of the sum.
+
+    Beyond it the sum is at an end of its own grid, whatever the residual is; so the sum is one code off at most.
+
+    Args:
+        residual: The grid of the other summand.
+        out: The grid of the sum.
+        ends: The smallest and the largest code of the sum.
+    """
+    low, high = ((code - out.zero_point) * out.scale for code in ends)
+    least, most = ((code - residual.zero_point) * residual.scale for code in (residual.quant_min, residual.quant_max))
+    low, high = min(low - most, 0.0), max(high - least, 0.0)
+    scale = (high - low) / 255
+    if scale > 2.000001 * out.scale:
+        return None
+    return QParams(scale, round(-low / scale), 0, 255, torch.uint8)
 
 
 def _ends(post: list[fx.Node], out: QParams) -> tuple[int, int] | None:

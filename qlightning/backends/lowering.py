@@ -66,7 +66,6 @@ class LayerCall:
         node: The layer in the QDQ graph.
         layer: Its weight.
         path: The name of that.
-        root: The module of the graph.
         x: The operand.
         residual: What is added to the result, before ``post``.
         post: Elementwise calls behind it.
@@ -76,7 +75,6 @@ class LayerCall:
     node: fx.Node
     layer: QuantizedLayer
     path: str
-    root: nn.Module
     x: Value
     residual: Value | None
     post: list[fx.Node]
@@ -250,7 +248,9 @@ class _Lowering:
         x = DEQUANTIZE(codes, *value.qparams.args())
         for node in pending.post:
             x = node.target(x, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-        return self._call(kernels.lookup, value.codes, add_table(self._new, self._root, QUANTIZE(x, *out.args())))
+        name = free_name(self._root, "table")
+        self._root.register_buffer(name, QUANTIZE(x, *out.args()), persistent=False)
+        return self._call(kernels.lookup, value.codes, self._new.get_attr(name))
 
     # Layers
 
@@ -258,7 +258,7 @@ class _Lowering:
         path, layer = self._layer(pending.node)
         residual = pending.inputs[1] if pending.absorbed else None
         return self._family.emit_layer(
-            self._new, LayerCall(pending.node, layer, path, self._root, pending.inputs[0], residual, pending.post, out)
+            self._new, LayerCall(pending.node, layer, path, pending.inputs[0], residual, pending.post, out)
         )
 
     def _emit_float_layer(self, pending: Pending) -> fx.Node:
@@ -350,13 +350,6 @@ class _Lowering:
 
 _OF_MEMORY = {"as_strided", "stride", "is_contiguous", "storage_offset", "view_as_complex"}
 _FLOAT_MOVES = (nn.MaxPool1d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
-
-
-def add_table(graph: fx.Graph, root: nn.Module, table: Tensor) -> fx.Node:
-    """Keeps what 256 codes become, uint8 (256,), in a module; it is not saved, as the QDQ graph says it too."""
-    name = free_name(root, "table")
-    root.register_buffer(name, table, persistent=False)
-    return graph.get_attr(name)
 
 
 def float_weight(layer: QuantizedLayer) -> Tensor:
