@@ -27,7 +27,7 @@ from qlightning.observers import (
     PercentileObserver,
 )
 
-BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+BACKENDS = [name for name in ("onednn", "x86", "reference") if name in available()]
 
 
 class Net(nn.Module):

@@ -26,6 +26,7 @@ class Backend:
         unavailable: Why this machine cannot run it; empty where it can.
         reduced: The operand that gets one bit less, where the kernels of this CPU add products of full 8-bit operands
             up in 16 bits and would saturate; None where they cannot.
+        reason: Why they saturate, where it is not this CPU.
         accepts: Says what is wrong with a pair of schemes (activation, weight); empty where it takes them.
     """
 
@@ -33,6 +34,7 @@ class Backend:
     lower: Lower
     unavailable: str = ""
     reduced: Literal["activation", "weight"] | None = None
+    reason: str = ""
     accepts: Callable[[QScheme, QScheme], str] = lambda activation, weight: ""
 
     def adapt(self, qconfig: QConfig) -> QConfig:
@@ -58,16 +60,23 @@ class Backend:
         return self.reduced is not None and activation.bits == 8 and weight.bits == 8
 
     def explain_ranges(self) -> str:
-        """Says why an operand has one bit less on this CPU; empty where none has."""
+        """Says why an operand has one bit less; empty where none has."""
         if self.reduced is None:
             return ""
-        return (
-            f"This CPU ({cpu_features()}) has neither VNNI nor AMX and adds pairs of products up in 16 bits: the "
-            f"{self.reduced}s have 7 bits, as full ranges would saturate."
-        )
+        cpu = f"This CPU ({cpu_features()}) has neither VNNI nor AMX and adds pairs of products up in 16 bits"
+        return f"{self.reason or cpu}: the {self.reduced}s have 7 bits, as full ranges would saturate."
 
     def __str__(self) -> str:
         return self.name
+
+
+def accepts_symmetric_weights(activation: QScheme, weight: QScheme) -> str:
+    """What is wrong with schemes for kernels of unsigned activations and symmetric weights; empty if nothing is."""
+    if activation.signed or activation.per_channel:
+        return f"its activations are unsigned and per tensor, not {activation}."
+    if not (weight.signed and weight.symmetric) or weight.axis not in (None, 0):
+        return f"its weights are signed, symmetric, per tensor or per output channel (axis 0), not {weight}."
+    return ""
 
 
 def cpu_features() -> str:

@@ -80,6 +80,10 @@ class LayerCall:
     post: list[fx.Node]
     out: QParams | None
 
+    def packed(self, graph: fx.Graph, pack: Any) -> fx.Node:
+        """A kernel's own form of the weight, built by ``pack`` (see ``QuantizedLayer.add_packing``)."""
+        return graph.get_attr(f"{self.path}.{self.layer.add_packing(pack)}")
+
 
 class Kernels(Protocol):
     """The calls of one kernel family; each method returns None where the family has no kernel that rounds once."""

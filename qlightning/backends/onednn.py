@@ -9,11 +9,10 @@ import torch
 from torch import fx, nn
 
 from qlightning.backends import kernels, lowering
-from qlightning.backends.base import Backend, cpu_has_int8_dot_products
+from qlightning.backends.base import Backend, accepts_symmetric_weights, cpu_has_int8_dot_products
 from qlightning.backends.lowering import LayerCall, Value
 from qlightning.backends.onednn_kernels import SUM_POST_OPS, ConvPacking, LinearPacking, find_post_op, kernel_name
-from qlightning.backends.qdq import CONV_TRANSPOSES, CONVS, QParams, aten, conv_geometry, transpose_geometry
-from qlightning.qscheme import QScheme
+from qlightning.backends.qdq import CONV_TRANSPOSES, CONVS, QParams, aten, conv_geometry, spread_geometry
 
 _NEEDED = ("qconv_pointwise", "qconv2d_pointwise", "qconv_prepack", "qlinear_pointwise", "qlinear_prepack")
 
@@ -28,7 +27,7 @@ def build() -> Backend:
         lower=lower,
         unavailable=_unavailable(),
         reduced=None if cpu_has_int8_dot_products() else "weight",
-        accepts=_accepts,
+        accepts=accepts_symmetric_weights,
     )
 
 
@@ -39,14 +38,6 @@ def _unavailable() -> str:
         return "this torch is built without oneDNN."
     missing = [name for name in _NEEDED if not hasattr(torch.ops.onednn, name)]
     return f"this torch has no onednn::{missing[0]}." if missing else ""
-
-
-def _accepts(activation: QScheme, weight: QScheme) -> str:
-    if activation.signed or activation.per_channel:
-        return f"its activations are unsigned and per tensor, not {activation}."
-    if not (weight.signed and weight.symmetric) or weight.axis not in (None, 0):
-        return f"its weights are signed, symmetric, per tensor or per output channel (axis 0), not {weight}."
-    return ""
 
 
 def lower(graph: fx.Graph, root: nn.Module) -> fx.Graph:
@@ -87,10 +78,7 @@ class _OneDnn:
             return graph.call_function(kernels.linear, (*head, *weight, *tail, algorithm))
         if node.target in CONV_TRANSPOSES:
             dims = CONV_TRANSPOSES[node.target]
-            spacing, padding, output_padding, groups, dilation = transpose_geometry(node, dims)
-            reach = [d * (k - 1) for d, k in zip(dilation, layer.codes.shape[2:], strict=True)]
-            before = [r - p for r, p in zip(reach, padding, strict=True)]
-            after = [b + o for b, o in zip(before, output_padding, strict=True)]
+            spacing, before, after, dilation, groups = spread_geometry(node, dims, layer.codes.shape[2:])
             ones, zeros = [1] * dims, [0] * dims
             pack = ConvPacking(x_scale, x_zero_point, ones, zeros, dilation, groups, flipped=True)
             layer.kernel = kernel_name(f"qconv{dims}d, transposed", post_op, out)
@@ -113,6 +101,6 @@ class _OneDnn:
 
 
 def _weight(graph: fx.Graph, call: LayerCall, pack: Any) -> tuple[fx.Node | None, ...]:
-    names = (call.layer.add_packing(pack), "scale", "zero_point")
-    bias = None if call.layer.bias is None else graph.get_attr(f"{call.path}.bias")
-    return (*(graph.get_attr(f"{call.path}.{name}") for name in names), bias)
+    names = ("scale", "zero_point") if call.layer.bias is None else ("scale", "zero_point", "bias")
+    kept = [graph.get_attr(f"{call.path}.{name}") for name in names]
+    return call.packed(graph, pack), *kept, *[None] * (3 - len(kept))

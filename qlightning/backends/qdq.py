@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,21 @@ def transpose_geometry(node: fx.Node, dims: int) -> tuple[list[int], list[int], 
         for index, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
     )
     return stride, padding, output_padding, int(argument(node, 6, "groups", 1)), dilation
+
+
+def spread_geometry(
+    node: fx.Node, dims: int, kernel: Sequence[int]
+) -> tuple[list[int], list[int], list[int], list[int], int]:
+    """A transposed convolution as a plain one over an input with zeros between and around its elements.
+
+    Returns:
+        The distance of the elements, how many zeros stand before and after them (negative: elements cut off), the
+        dilation and the groups.
+    """
+    spacing, padding, output_padding, groups, dilation = transpose_geometry(node, dims)
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    before = [r - p for r, p in zip(reach, padding, strict=True)]
+    return spacing, before, [b + o for b, o in zip(before, output_padding, strict=True)], dilation, groups
 
 
 def max_pool2d_args(node: fx.Node, module: nn.Module | None) -> tuple[Any, ...] | None:

@@ -44,5 +44,5 @@ def _problem(backend: Backend, activations: Iterable[QScheme], weights: list[QSc
             if problem := backend.accepts(activation, weight):
                 return problem
             if backend.saturates(activation, weight):
-                return "It has full 8-bit activations and weights, on which this CPU would saturate."
+                return f"It has full 8-bit activations and weights, on which {backend.name} here would saturate."
     return ""

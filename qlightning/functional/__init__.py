@@ -10,7 +10,7 @@ stand for, rounded once, half to even, to the grid of the result. What they have
 - ``backend`` says what computes: ``"reference"`` in float64, on any device and all schemes; ``"onednn"`` by the int8
   kernels of the CPU where these take the operands (unsigned activations, signed symmetric weights, and sums that do not
   saturate on this CPU), within one code of the reference; what they do not take, the reference computes. ``"auto"``
-  picks by the CPU.
+  picks by the CPU. torch's classic engines run int8 models only: for their names, too, the reference computes.
 - Errors are typed: `ConfigError` for operands that are not quantized, a scale not above zero, a zero point off the
   grid, half a grid. Shapes that do not fit are torch's own errors.
 """

@@ -96,7 +96,7 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
     if any(chosen.saturates(a.activation, w.weight) for a in configs for w in configs):
         raise BackendError(
             f"The model has full 8-bit activations and weights, on which backend {chosen.name!r} would saturate on "
-            f"this CPU. Convert with backend='reference', or prepare the model on this machine."
+            f"this CPU. Convert with backend='reference', or prepare the model here with backend={chosen.name!r}."
         )
     with torch.inference_mode(False), torch.no_grad():  # the first alone switches gradients on
         _check_observed(prepared)

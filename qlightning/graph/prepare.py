@@ -43,7 +43,7 @@ def prepare(
     Args:
         model: Any module; its mode and device stay.
         qconfig: What to quantize to; None for the defaults.
-        backend: A name ("auto", "onednn", "reference") or a Backend.
+        backend: A name ("auto", "onednn", "x86", "fbgemm", "qnnpack", "reference") or a Backend.
         mode: "qat": training batches move the ranges. "ptq": only :func:`calibrate` does.
         exclude: Names, globs or types of modules that stay float.
 

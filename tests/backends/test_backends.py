@@ -16,7 +16,7 @@ from qlightning.backends import available, backends, registry, resolve_backend
 from qlightning.errors import BackendError, ConfigError
 from qlightning.observers import MinMaxObserver
 
-BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+BACKENDS = available()
 
 
 @pytest.fixture

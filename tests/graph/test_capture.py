@@ -27,7 +27,7 @@ from qlightning.errors import CaptureError, ConfigError
 from qlightning.fake_quantize import set_fake_quant, set_observers
 from qlightning.graph import convert_standalone
 
-BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+BACKENDS = [name for name in ("onednn", "x86", "reference") if name in available()]
 Output = namedtuple("Output", ["logits", "features"])
 
 

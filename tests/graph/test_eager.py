@@ -24,7 +24,7 @@ from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph.report import Report
 from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
 
-BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+BACKENDS = [name for name in ("onednn", "x86", "reference") if name in available()]
 REQUIRED_DB = 30.0
 QUICK = {"resnet18": "qat", "mobilenet_v2": "ptq", "shufflenet_v2_x0_5": "qat"}  # the other mode with the slow ones
 SLOW = (

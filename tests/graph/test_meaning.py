@@ -16,7 +16,7 @@ from qlightning.backends import available
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
 
-BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+BACKENDS = [name for name in ("onednn", "x86", "reference") if name in available()]
 Forward = Callable[[Any, Tensor], Tensor]
 
 

@@ -15,7 +15,7 @@ from qlightning.affine import sqnr
 from qlightning.backends import available
 from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver
 
-BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+BACKENDS = [name for name in ("onednn", "x86", "reference") if name in available()]
 PER_CHANNEL = QScheme(symmetric=True, axis=0, narrow_range=True)
 
 

@@ -16,7 +16,7 @@ from qlightning.nn.bias import BiasRounding
 from qlightning.observers import MinMaxObserver
 from tests.graph.nets import CASES, Between, Case
 
-BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+BACKENDS = [name for name in ("onednn", "x86", "reference") if name in available()]
 MODES = ("qat", "ptq")
 # Every case in one mode each time the tests run, in the other with the slow ones.
 EVERY = [

@@ -16,7 +16,7 @@ from qlightning.nn import FloatFunctional
 from qlightning.nn.bias import BiasRounding
 from qlightning.observers import MinMaxObserver
 
-BACKENDS = [name for name in ("onednn", "reference") if name in available()]
+BACKENDS = [name for name in ("onednn", "x86", "reference") if name in available()]
 BOTH = pytest.mark.parametrize("functional", [FloatFunctional, nnq.FloatFunctional, nnq.FXFloatFunctional])
 PLAIN = {
     "add": lambda x, y: x + y,
