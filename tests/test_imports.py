@@ -15,6 +15,7 @@ PACKAGE = Path(qlightning.__file__).parent
 LAYERS = (
     ("errors", "files", "table", "version"),
     ("qscheme",),
+    ("blocks",),
     ("affine",),
     ("qparams",),
     ("tensor", "observers"),
