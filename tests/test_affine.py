@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from qlightning.affine import (
-    BLOCK_NUMEL,
     SCALE_MIN,
     calculate_qparams,
     dequantize,
@@ -16,6 +15,7 @@ from qlightning.affine import (
     quantize,
     sqnr,
 )
+from qlightning.blocks import BLOCK_NUMEL
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
 from qlightning.qscheme import QScheme
 
@@ -89,11 +89,14 @@ class TestCalculateQparams:
 
     @every_scheme
     def test_scalars_and_channels_agree(self, scheme: QScheme) -> None:
-        scale, zero_point = calculate_qparams(LOW, HIGH, scheme)
+        random_low, random_high = random_ranges()
+        low = torch.cat((LOW, random_low, random_low * 1e-39))  # the last are beyond the normal numbers
+        high = torch.cat((HIGH, random_high, random_high * 1e-39))
+        scale, zero_point = calculate_qparams(low, high, scheme)
         assert scale.dtype == torch.float32
         assert zero_point.dtype == torch.int32
-        for index in range(len(RANGES)):
-            one_scale, one_zero_point = calculate_qparams(LOW[index], HIGH[index], scheme)
+        for index in range(len(low)):
+            one_scale, one_zero_point = calculate_qparams(low[index], high[index], scheme)
             assert one_scale.shape == one_zero_point.shape == ()
             assert torch.equal(one_scale, scale[index])
             assert torch.equal(one_zero_point, zero_point[index])
@@ -305,17 +308,74 @@ class TestFakeQuantize:
         fake_quantize(x, torch.tensor(0.5), torch.tensor(0), QScheme())
         assert torch.equal(x, before)
 
-    def test_the_backward_keeps_one_bool_an_element(self) -> None:
+    @pytest.mark.parametrize("reach, kept", [(127, []), (128, [(torch.bool, 100)])], ids=["inside", "clipped"])
+    def test_the_backward_keeps_a_bool_an_element_where_one_was_clipped(self, reach: int, kept: list[Any]) -> None:
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
             saved.append(tensor)
             return tensor
 
+        x = torch.zeros(10, 10)
+        x[3, 4] = reach
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            x = torch.randn(10, 10, requires_grad=True)
-            fake_quantize(x, torch.ones(10), torch.zeros(10), QScheme(axis=0))
-        assert [(tensor.dtype, tensor.numel()) for tensor in saved] == [(torch.bool, 100)]
+            fake_quantize(x.requires_grad_(), torch.ones(10), torch.zeros(10), QScheme(axis=0, symmetric=True))
+        assert [(tensor.dtype, tensor.numel()) for tensor in saved] == kept
+
+    @pytest.mark.parametrize("axis", [None, 0, 1])
+    @pytest.mark.parametrize("gradient", ["expanded", "transposed", "contiguous"])
+    def test_gradients_where_some_blocks_are_clipped(self, axis: int | None, gradient: str) -> None:
+        scheme = QScheme(axis=axis)
+        x = torch.rand(32, 48, 16, 16)
+        assert x.numel() > 2 * BLOCK_NUMEL
+        x[-1, 5, 3, 2] = 1e3
+        x.requires_grad_()
+        scale, zero_point = torch.full((1,), 0.01), torch.full((1,), -100, dtype=torch.int32)
+        given = {
+            "expanded": torch.tensor(3.0).expand(x.shape),
+            "transposed": torch.randn(x.shape).transpose(2, 3),
+            "contiguous": torch.randn(x.shape),
+        }[gradient]
+        before = given.clone()
+        (ours,) = torch.autograd.grad(fake_quantize(x, scale, zero_point, scheme), x, given)
+        expected = given * (x < 2.275)  # code 127.5
+        assert torch.equal(ours, expected)
+        assert torch.equal(given, before)
+
+    def test_gradient_of_the_gradient(self) -> None:
+        x = torch.tensor([-9.0, 0.3, 0.8], requires_grad=True)
+        (first,) = torch.autograd.grad(
+            fake_quantize(x, torch.tensor(0.5), torch.tensor(0), QScheme(bits=4)).square().sum(), x, create_graph=True
+        )
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert second.tolist() == [0.0, 2.0, 2.0]
+
+    @pytest.mark.parametrize("axis", [None, 0, 1])
+    @pytest.mark.parametrize("reach", [1.0, 127.4, 127.6, 300.0, math.nan, math.inf])
+    @pytest.mark.parametrize("shape", [(4, 6), (4, 2 * BLOCK_NUMEL)], ids=["small", "large"])
+    def test_known_extremes_change_nothing(self, shape: tuple[int, int], reach: float, axis: int | None) -> None:
+        scheme = QScheme(symmetric=True, axis=axis)
+        channels = 1 if axis is None else shape[axis]
+        scale, zero_point = torch.full((channels,), 0.1), torch.zeros(channels, dtype=torch.int32)
+        x = torch.rand(shape)
+        x[2, 3] = reach * 0.1
+        dims = [dim for dim in range(2) if dim != axis]
+        extremes = x.amin(dims), x.amax(dims)
+        x.requires_grad_()
+        results = [fake_quantize(x, scale, zero_point, scheme, known) for known in (None, extremes)]
+        gradients = [torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in results]
+        assert torch.equal(*(y.view(torch.int32) for y in results))
+        assert torch.equal(*gradients)
+        assert gradients[0].sum() == x.numel() - (not reach < 127.5)
+
+    @pytest.mark.parametrize("axis", [None, 0, 1])
+    def test_views_with_gaps(self, axis: int | None) -> None:
+        scheme = QScheme(axis=axis)
+        x = torch.randn(7, 7, 9)[:, :, 1:8].mul(2).requires_grad_()
+        scale, zero_point = grid(scheme, 7)
+        assert torch.equal(
+            fake_quantize(x, scale, zero_point, scheme), fake_quantize(x.contiguous(), scale, zero_point, scheme)
+        )
 
     def test_huge_values_saturate_and_nan_stays(self) -> None:
         x = torch.tensor([-math.inf, -1e38, 1e38, math.inf, math.nan], requires_grad=True)
