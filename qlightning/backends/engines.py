@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from qlightning.backends import engine_kernels, lowering
 from qlightning.backends.base import Backend, accepts_symmetric_weights, cpu_has_int8_dot_products
@@ -39,7 +39,7 @@ def build() -> list[Backend]:
 
 
 def _backend(engine: Engine) -> Backend:
-    return Backend(engine.name, engine.lower, _unavailable(engine.name), accepts=accepts_symmetric_weights)
+    return Backend(engine.name, engine, _unavailable(engine.name), accepts=accepts_symmetric_weights)
 
 
 def _unavailable(engine: str) -> str:
@@ -70,7 +70,7 @@ class Engine:
     name: str
     onednn: bool = False
 
-    def lower(self, graph: fx.Graph, root: Any) -> fx.Graph:
+    def __call__(self, graph: fx.Graph, root: nn.Module) -> fx.Graph:
         """Turns a QDQ graph into one of this engine's kernels."""
         return lowering.lower(graph, root, self)
 

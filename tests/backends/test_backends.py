@@ -47,6 +47,10 @@ class TestChoice:
         backend = resolve_backend("reference")
         assert resolve_backend(backend) is backend
 
+    @pytest.mark.parametrize("name", BACKENDS)
+    def test_a_copy_is_the_same_backend(self, name: str) -> None:
+        assert copy.deepcopy(resolve_backend(name)) == resolve_backend(name)
+
     def test_auto_picks_the_kernels(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error" if "onednn" in available() else "ignore")

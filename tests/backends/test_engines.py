@@ -92,6 +92,20 @@ class TestAvailability:
         with pytest.raises(BackendError, match="prepare the model here with backend='fbgemm'"):
             convert(full, backend="fbgemm")
 
+    @pytest.mark.skipif("x86" not in ENGINES, reason="no x86 here")
+    def test_x86_without_vnni_has_seven_bits_and_sums_on_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engines, "cpu_has_int8_dot_products", lambda: False)
+        x86 = next(backend for backend in engines.build() if backend.name == "x86")
+        assert x86.reduced == "weight"
+        assert "neither VNNI nor AMX" in x86.explain_ranges()
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, 8, 8)
+        net = prepare(Sum().eval(), QConfig(activation_observer=MinMaxObserver), backend=x86, mode="ptq")
+        int8 = convert(calibrate(net, [x]))
+        assert int8.second.weight().int_repr().abs().max() <= 63
+        assert int8.second.kernel in ("x86 conv2d to uint8, then add+relu", FLOAT_LAYER)
+        assert sqnr(convert(net, backend="reference")(x), int8(x)) >= 30
+
 
 class TestTheUsersEngine:
     @pytest.mark.parametrize("name", ENGINES)

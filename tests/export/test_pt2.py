@@ -211,6 +211,28 @@ def test_another_backend_is_reported_and_close(path, int8):  # C54
     assert sqnr(reference(x), int8(x)) > 40
 
 
+@pytest.mark.parametrize("name", [name for name in ("x86", "fbgemm", "qnnpack") if name in available()])
+@pytest.mark.parametrize("suffix", [".pt2", ".safetensors"])
+def test_a_file_made_for_a_classic_engine_runs_on_all_backends(name, suffix, tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(128, 3))
+    x, _ = samples(16)
+    scheme = QScheme(bits=7, symmetric=True, axis=0)
+    int8 = quantize_model(net, [x], qconfig=QConfig(weight=scheme), backend=name)
+    assert report(int8).backend == name
+    save(int8, tmp_path / f"net{suffix}")
+    model = net if suffix == ".safetensors" else None
+    same = load(tmp_path / f"net{suffix}", model, backend=name)
+    assert torch.equal(same(x), int8(x))
+    for other in (backend for backend in available() if backend != name):
+        with pytest.warns(UserWarning, match=f"made for backend '{name}' .* runs on '{other}'"):
+            loaded = load(tmp_path / f"net{suffix}", model, backend=other)
+        assert report(loaded).backend == other
+        assert sqnr(loaded(x), int8(x)) > 40
+        assert {key: value.tolist() for key, value in loaded.state_dict().items()} == {
+            key: value.tolist() for key, value in same.state_dict().items()
+        }
+
+
 def files_with_full_ranges(tmp_path):
     config = QConfig(weight=QScheme(symmetric=True, axis=0, narrow_range=True))
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
