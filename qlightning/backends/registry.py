@@ -59,9 +59,11 @@ def _auto() -> Backend:
     onednn = backends()["onednn"]
     if not onednn.unavailable:
         return onednn
+    classic = [name for name in available() if name != "reference"]
     warnings.warn(
-        f"No int8 kernels on this machine ({platform.machine()}: {onednn.unavailable}) The backend is 'reference', "
-        f"which gives the int8 results at float speed.",
+        f"'auto' finds no int8 kernels on this machine ({platform.machine()}: {onednn.unavailable}) The backend is "
+        f"'reference', which gives the int8 results at float speed."
+        + (f" torch's classic engines here: {', '.join(classic)}." if classic else ""),
         stacklevel=3,
     )
     return backends()["reference"]
