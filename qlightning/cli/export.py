@@ -15,7 +15,7 @@ from torch import nn
 
 from qlightning.backends import resolve_backend
 from qlightning.cli import nets
-from qlightning.cli.output import shown
+from qlightning.cli.output import shortened, shown
 from qlightning.errors import ArtifactError, ConfigError, QuantizationError
 from qlightning.export import SUFFIXES, load, parts_of, save
 from qlightning.export.settings import read_settings
@@ -52,6 +52,8 @@ def run(options: argparse.Namespace) -> str:
     """Runs the command, and returns what it has to say."""
     if options.out.suffix not in SUFFIXES:
         raise ConfigError(f"{options.out}: the suffix says the kind of file; possible are {', '.join(SUFFIXES)}.")
+    if options.source.suffix in SUFFIXES and options.source.suffix not in (".pt2", ".safetensors"):
+        raise ConfigError(f"{options.source}: no other kind of file can be made of this kind; begin with a .pt2 file.")
     if not options.source.is_file():
         raise FileNotFoundError(f"{options.source}: no such file.")
     example = nets.example(options.input) if options.input is not None else None
@@ -90,11 +92,11 @@ def _converted(options: argparse.Namespace) -> nn.Module:
         )
     name = options.part if options.part is not None else next(iter(parts))
     if name not in parts or (options.part is None and len(parts) > 1):
-        known = ", ".join(repr(part) for part in parts)
+        known = ", ".join(repr(part) if part else "the whole" for part in parts)
         raise ConfigError(
             f"{options.source} has the nets {known}: choose one by --part."
             if len(parts) > 1
-            else f"{options.source} has one net, {known}: leave out --part {options.part}."
+            else f"{options.source} has one net, {known}: leave out --part."
         )
     if options.input is None:
         raise ConfigError("--input is needed: a checkpoint does not say what shapes its net is called with.")
@@ -108,7 +110,11 @@ def _converted(options: argparse.Namespace) -> nn.Module:
     except QuantizationError as error:
         raise type(error)(f"{options.source}: {error}") from error
     except RuntimeError as error:
-        raise ArtifactError(f"{options.source} belongs to another net than {type(net).__name__}: {error}") from error
+        place = f"self.{name}" if name else "the LightningModule"
+        raise ArtifactError(
+            f"{options.source} belongs to another net than {type(net).__name__}; name the one that {place} was in the "
+            f"training, with its arguments. {shortened(str(error))}"
+        ) from error
     return convert(prepared)
 
 
@@ -123,9 +129,10 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever damaged files lead to
+        reason = str(error).rpartition("error: ")[2].strip().split("\n\n")[0]  # torch advises to execute it
         raise ArtifactError(
-            f"{path} cannot be loaded without executing what is in it: {error}. Load it in a program of yours, and "
-            "save its state dict by torch.save(model.state_dict(), path)."
+            f"{path} cannot be loaded without executing what is in it: {shortened(reason)}. Load it in a program of "
+            "yours, and save its state dict by torch.save(model.state_dict(), path)."
         ) from error
     state = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(state, dict):

@@ -18,6 +18,12 @@ def shown(result: Any, text: str, as_json: bool) -> str:
     return json.dumps(_plain(result), indent=2) if as_json else text
 
 
+def shortened(text: str, lines: int = 4, length: int = 300) -> str:
+    """The first lines of a text, and of each its beginning."""
+    kept = [line if len(line) <= length else f"{line[:length]} ..." for line in text.splitlines()]
+    return "\n".join(kept[:lines] + ["..."] * (len(kept) > lines))
+
+
 def write(text: str) -> None:
     """Prints a text on stdout, in the characters that it takes. A reader that has gone (``head``) is no error.
 
@@ -44,7 +50,7 @@ def say(text: str) -> None:
 
 def _spelled(text: str, stream: TextIO) -> str:
     """The text without what a terminal would act on, and without characters that the stream does not take."""
-    plain = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    plain = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return plain.encode(encoding, "backslashreplace").decode(encoding)
 

@@ -11,10 +11,11 @@ from torch import fx, nn
 from typing_extensions import Unpack
 
 from qlightning.errors import ArtifactError
+from qlightning.export.form import first_paragraph, tried_form
 from qlightning.export.metadata import KEY, Metadata, Notes, collect, input_specs
 from qlightning.export.xnnpack import xnnpack_form
 from qlightning.files import written_whole
-from qlightning.graph.qdq_module import QDQModule, qdq_module
+from qlightning.graph.qdq_module import QDQModule
 
 
 def save_executorch(
@@ -42,7 +43,7 @@ def save_executorch(
         ImportError: executorch is not installed.
     """
     _import()
-    qdq = qdq_module(int8, example_inputs)
+    qdq = tried_form(int8, example_inputs)
     program, free = _exported(xnnpack_form(qdq.module), qdq)
     found = collect(int8, input_specs(qdq, free), **notes)
     content = _lowered(program, found)
@@ -65,7 +66,7 @@ def _exported(module: fx.GraphModule, qdq: QDQModule) -> tuple[torch.export.Expo
     size = max((x.shape[0] for x in qdq.example if x.dim()), default=1)
     none: list[list[int]] = [[] for _ in qdq.example]
     batch = [[0] if x.dim() else [] for x in qdq.example]
-    failure: Exception | None = None
+    failure: Exception = RuntimeError()
     for free in (batch, none) if size > 1 else (none,):  # with a free batch size; else with that of the example
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -75,7 +76,9 @@ def _exported(module: fx.GraphModule, qdq: QDQModule) -> tuple[torch.export.Expo
                 return torch.export.export(module, qdq.example, dynamic_shapes=shapes), free
         except Exception as error:  # torch.export raises whatever went wrong
             failure = error
-    raise ArtifactError(f"{type(qdq.module).__name__}: torch.export cannot take it: {failure}.") from failure
+    raise ArtifactError(
+        f"{type(qdq.module).__name__}: torch.export cannot take it: {first_paragraph(failure)}."
+    ) from failure
 
 
 def _lowered(program: torch.export.ExportedProgram, found: Metadata) -> bytes:

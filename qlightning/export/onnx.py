@@ -16,9 +16,10 @@ from typing_extensions import Unpack
 
 from qlightning.backends.qdq import QUANTIZE, QUANTIZE_PER_CHANNEL, QParams, aten
 from qlightning.errors import ArtifactError
+from qlightning.export.form import first_paragraph, tried_form
 from qlightning.export.metadata import KEY, Metadata, Notes, collect, input_specs
 from qlightning.files import written_whole
-from qlightning.graph.qdq_module import QDQModule, qdq_module, with_free_batch
+from qlightning.graph.qdq_module import QDQModule, with_free_batch
 from qlightning.nn.quantized import QuantizedLayer
 
 OPSET = 20
@@ -62,7 +63,7 @@ def save_onnx(int8: nn.Module, path: str | Path, *, example_inputs: Any = None, 
 def onnx_model(int8: nn.Module, example_inputs: Any = None, **notes: Unpack[Notes]) -> tuple[Any, Metadata]:
     """The ONNX model that :func:`save_onnx` writes, as a ``ModelProto``, and its facts."""
     onnx = _onnx()
-    qdq = qdq_module(int8, example_inputs)
+    qdq = tried_form(int8, example_inputs)
     proto, free = _exported(replace(qdq, module=_with_clamps(qdq.module)))
     _quantize_biases(onnx, proto)
     found = collect(int8, input_specs(qdq, free), **notes)
@@ -138,9 +139,10 @@ def _exported(qdq: QDQModule) -> tuple[Any, list[list[int]]]:
             return _torch_export(qdq, example if any(sizes) else qdq.example, sizes), sizes
         except Exception as error:  # torch's exporter raises whatever went wrong in a pass
             failures.append(error)
+    cause = failures[-1].__cause__ or failures[-1]  # the exporter's own error is about its steps
     raise ArtifactError(
-        f"{type(qdq.module).__name__} cannot be written as ONNX: {failures[-1]}. Keep what torch's exporter lacks out "
-        "of the model, or save it as .pt2."
+        f"{type(qdq.module).__name__} cannot be written as ONNX: {first_paragraph(cause)}. Keep what torch's exporter "
+        "lacks out of the model, or save it as .pt2."
     ) from failures[-1]
 
 

@@ -24,13 +24,14 @@ from qlightning.backends.qdq import DEQUANTIZE_PER_CHANNEL, QUANTIZE, QParams, l
 from qlightning.errors import ArtifactError, QuantizationError
 from qlightning.export.archive import Archive
 from qlightning.export.choice import backend_for
+from qlightning.export.form import first_paragraph, tried_form
 from qlightning.export.graph_json import check_paths, decode, encode
 from qlightning.export.metadata import Metadata, Notes, collect, dtype_of, input_specs
 from qlightning.files import written_whole
 from qlightning.graph.bind import bind
 from qlightning.graph.convert import ConvertedModule, stays_in_eval
 from qlightning.graph.programs import Captured, Program
-from qlightning.graph.qdq_module import QDQModule, qdq_module, with_free_batch
+from qlightning.graph.qdq_module import QDQModule, with_free_batch
 from qlightning.graph.report import LayerReport, Report
 from qlightning.graph.signature import describe_call
 from qlightning.graph.state import guard
@@ -62,7 +63,7 @@ def save_pt2(int8: nn.Module, path: str | Path, *, example_inputs: Any = None, *
         ConfigError: The model is no int8 graph as a whole; names the parts that are.
         ArtifactError: The shapes of its inputs are not known, or torch.export cannot take it.
     """
-    qdq = qdq_module(int8, example_inputs)
+    qdq = tried_form(int8, example_inputs)
     program, free = _exported(qdq)
     found = collect(int8, input_specs(qdq, free), **notes)
     structure = _structure(qdq)
@@ -141,7 +142,7 @@ def _exported(qdq: QDQModule) -> tuple[torch.export.ExportedProgram, list[list[i
     images = tuple(
         {**sizes, 2: auto, 3: auto} if x.dim() == 4 else sizes for x, sizes in zip(example, batches, strict=True)
     )
-    failure: Exception | None = None
+    failure: Exception = RuntimeError()
     for shapes, inputs in ((images, example), (batches, example), (None, qdq.example)):
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -150,7 +151,9 @@ def _exported(qdq: QDQModule) -> tuple[torch.export.ExportedProgram, list[list[i
             return program, _free(program)
         except Exception as error:  # torch.export raises whatever went wrong
             failure = error
-    raise ArtifactError(f"{type(qdq.module).__name__}: torch.export cannot take it: {failure}.") from failure
+    raise ArtifactError(
+        f"{type(qdq.module).__name__}: torch.export cannot take it: {first_paragraph(failure)}."
+    ) from failure
 
 
 def _free(program: torch.export.ExportedProgram) -> list[list[int]]:

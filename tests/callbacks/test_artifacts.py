@@ -37,6 +37,17 @@ def test_the_best_checkpoint_is_named_by_its_hash(pl, tmp_path):
     assert torch.equal(load(tmp_path / "best.pt2")(samples(4)[0]), model(samples(4)[0]))
 
 
+def test_metrics_that_are_no_finite_numbers_do_not_keep_a_fit_from_its_files(pl, tmp_path):
+    class Broken(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            pl_module.log_dict({"nan": float("nan"), "inf": float("inf"), "fine": 0.5})
+
+    trainer(pl, tmp_path, [QuantizationAwareTraining(save="net.pt2"), Broken()], max_epochs=1).fit(task(pl), loader())
+    metrics = metadata_of(tmp_path / "net.pt2").metrics
+    assert metrics["fine"] == 0.5
+    assert not {"nan", "inf"} & metrics.keys()
+
+
 def test_several_nets_get_a_file_each(pl, tmp_path):
     model = task(pl, nn.Identity())
     model.first, model.second = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Linear(4, 3)

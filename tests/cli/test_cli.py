@@ -75,10 +75,8 @@ class Net(nn.Module):
         return self.head(self.layers(x))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained_by(pl, folder):
     """A checkpoint of a training with quantization, and the int8 model that it ended in."""
-    folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
     callback = QuantizationAwareTraining()
     settings = {"max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -86,6 +84,11 @@ def trained(tmp_path_factory):
     trainer.fit(task(pl, Net(width=6)), loader())
     (path,) = folder.rglob("*.ckpt")
     return path, callback.int8_model
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return trained_by(pl, tmp_path_factory.mktemp("checkpoint"))
 
 
 def test_export_of_a_checkpoint(trained, tmp_path, capsys):
@@ -102,6 +105,18 @@ def test_export_of_a_checkpoint(trained, tmp_path, capsys):
     arguments = ["export", path, tmp_path / "again.pt2", "--config", config, "--input", "1,3,8,8"]
     assert called(*arguments, capsys=capsys)[0] == 0
     assert torch.equal(load(tmp_path / "again.pt2")(x), int8(x))
+
+
+@pytest.mark.parametrize("suffix", [".pt2", ".safetensors"])
+def test_export_of_a_checkpoint_of_the_other_lightning(tmp_path, capsys, suffix):
+    path, int8 = trained_by(pytest.importorskip("lightning.pytorch"), tmp_path)
+    net = ["--model", "tests.cli.test_cli.Net", "width=6"]
+    out = tmp_path / f"net{suffix}"
+    status, _, err = called("export", path, out, *net, "--input", "1,3,8,8", capsys=capsys)
+    assert (status, err) == (0, "")
+    x, _ = samples(16, seed=2)
+    loaded = load(out, Net(width=6)) if suffix == ".safetensors" else load(out)
+    assert torch.equal(loaded(x), int8(x))
 
 
 def with_weights(width, weights):
@@ -128,12 +143,19 @@ def test_export_says_what_is_wrong_with_a_checkpoint(trained, tmp_path, capsys):
     assert "No module named 'nowhere'" in error(path, out, "--model", "nowhere.Net", "--input", "1,3,8,8")
     assert "gives a OrderedDict" in error(path, out, "--model", "collections.OrderedDict", "--input", "1,3,8,8")
     assert "sizes are needed" in error(path, out, *net, "width=6", "--input", "1,x")
+    assert "was in the training" in error(path, out, *net, "width=5", "--input", "1,3,8,8")
+    assert len(error(path, out, *net, "width=5", "--input", "1,3,8,8")) < 2000
+    assert "does not take an example like x of (1, 4, 8, 8)" in error(path, out, *net, "width=6", "--input", "1,4,8,8")
+    for suffix in (".onnx", ".xml", ".pte"):
+        assert "begin with a .pt2 file" in error(tmp_path / f"net{suffix}", out)
     one = error(path, out, *net, "width=6", "--input", "1,3,8,8", "--part", "body")
-    assert "has one net, 'net': leave out --part body" in one
+    assert "has one net, 'net': leave out --part" in one
     torch.save(Net().state_dict(), tmp_path / "float.ckpt")
     assert "does not say how its net was prepared" in error(tmp_path / "float.ckpt", out, *net, "--input", "1,3,8,8")
     torch.save(Net(), tmp_path / "whole.pt")
-    assert "without executing" in error(tmp_path / "whole.pt", out, *net, "--input", "1,3,8,8")
+    whole = error(tmp_path / "whole.pt", out, *net, "--input", "1,3,8,8")
+    assert "without executing" in whole
+    assert "weights_only" not in whole  # torch advises to switch that off
     assert "the suffix says" in error(path, tmp_path / "net.bin", *net)
     assert "no such file" in error(tmp_path / "none.ckpt", out, *net)
     assert not out.exists()

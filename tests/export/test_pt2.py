@@ -303,6 +303,15 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch, int8):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("name", ["net.pt2", "net.onnx"])
+def test_an_example_of_other_sizes_is_said_to_be_at_fault(tmp_path, int8, name):
+    pytest.importorskip("onnxscript")
+    for example in (torch.zeros(1, 4, 8, 8), torch.zeros(8, 8), torch.zeros(1, 3, 8, 8, dtype=torch.int64).bool()):
+        with pytest.raises(ConfigError, match=r"Small does not take an example like x of \(.*--input"):
+            save(int8, tmp_path / name, example_inputs=example)
+    assert not list(tmp_path.iterdir())
+
+
 class Einsum(nn.Module):
     """Calls with arguments that are texts, or are named as files might be."""
 
