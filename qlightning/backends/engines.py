@@ -13,6 +13,7 @@ from qlightning.backends import engine_kernels, lowering
 from qlightning.backends.base import Backend, accepts_symmetric_weights, cpu_has_int8_dot_products
 from qlightning.backends.engine_kernels import ConvPacking, LinearPacking
 from qlightning.backends.lowering import LayerCall, Value
+from qlightning.backends.onednn import OneDnn, unavailable
 from qlightning.backends.qdq import CONV_TRANSPOSES, CONVS, QUANTIZE, QParams, aten, conv_geometry, spread_geometry
 from qlightning.calls import function_name
 
@@ -29,7 +30,7 @@ def build() -> list[Backend]:
     x86 picks oneDNN's or fbgemm's kernels layer by layer; layers that would be fbgemm's depthwise ones are given to
     oneDNN here, where it can take them and the CPU adds up in 32 bits. qnnpack does so everywhere.
     """
-    exact = cpu_has_int8_dot_products() and sys.platform == "linux" and "onednn" in _engines()
+    exact = cpu_has_int8_dot_products() and sys.platform == "linux" and "onednn" in _engines() and not unavailable()
     reason = _FBGEMM if cpu_has_int8_dot_products() else ""
     return [
         replace(_backend(Engine("x86", onednn=exact)), reduced=None if exact else "weight", reason=reason),
@@ -59,8 +60,9 @@ def _engines() -> list[str]:
 class Engine:
     """The kernels of one engine, as the lowering asks for them.
 
-    A layer takes in calls that end the range of its result (ReLU, ReLU6, Hardtanh); with others behind it, it stays in
-    float. A sum that the engine cannot take in gets the layer's result rounded to a grid of its own.
+    A layer takes in calls that end the range of its result (ReLU, ReLU6, Hardtanh). With others behind it, or with a
+    float32 result, it is given to oneDNN's kernels for plain tensors, or stays in float. A sum that the engine cannot
+    take in gets the layer's result rounded to a grid of its own.
 
     Args:
         name: As torch calls it.
@@ -88,6 +90,10 @@ class Engine:
         return graph.call_function(engine_kernels.binary, args)
 
     def emit_layer(self, graph: fx.Graph, call: LayerCall) -> fx.Node | None:
+        found = self._emit_own(graph, call)
+        return OneDnn().emit_layer(graph, call) if found is None and self.onednn else found
+
+    def _emit_own(self, graph: fx.Graph, call: LayerCall) -> fx.Node | None:
         out = call.out
         if out is None:
             return self._emit_float(graph, call)

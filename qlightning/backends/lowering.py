@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from qlightning.backends import kernels
 from qlightning.backends.qdq import (
     DEQUANTIZE,
-    FLOAT_LAYER,
+    NO_KERNEL,
     QUANTIZE,
     QParams,
     aten,
@@ -264,7 +264,7 @@ class _Lowering:
     def _emit_float_layer(self, pending: Pending) -> fx.Node:
         """The layer as the QDQ graph has it, but that its float weight is kept."""
         path, layer = self._layer(pending.node)
-        layer.kernel = FLOAT_LAYER
+        layer.kernel = NO_KERNEL
         weight = self._new.get_attr(f"{path}.{layer.add_packing(float_weight)}")
         bias = None if layer.bias is None else self._new.get_attr(f"{path}.bias")
         return self._call(
@@ -318,7 +318,7 @@ class _Lowering:
     def _copy(self, node: fx.Node) -> Value:
         op = self._ops[node]
         if is_layer(node):
-            self._layer(node)[1].kernel = FLOAT_LAYER
+            self._layer(node)[1].kernel = NO_KERNEL
         of_shape = op.kind is Kind.OTHER and op.shape
         module = self._ops.module(node)
         parts = () if module is None else module.modules()

@@ -25,13 +25,14 @@ def build() -> Backend:
     return Backend(
         name="onednn",
         lower=lower,
-        unavailable=_unavailable(),
+        unavailable=unavailable(),
         reduced=None if cpu_has_int8_dot_products() else "weight",
         accepts=accepts_symmetric_weights,
     )
 
 
-def _unavailable() -> str:
+def unavailable() -> str:
+    """Why this machine cannot run the kernels; empty where it can."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return "its int8 kernels are for x86 CPUs."
     if not torch.backends.mkldnn.is_available():
@@ -42,10 +43,10 @@ def _unavailable() -> str:
 
 def lower(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """Turns a QDQ graph into one of oneDNN's kernels; see :func:`qlightning.backends.lowering.lower`."""
-    return lowering.lower(graph, root, _OneDnn())
+    return lowering.lower(graph, root, OneDnn())
 
 
-class _OneDnn:
+class OneDnn:
     """The kernels of oneDNN, as the lowering asks for them."""
 
     def emit_binary(self, graph: fx.Graph, name: str, left: Value, right: Value, out: QParams) -> fx.Node | None:

@@ -24,6 +24,7 @@ CONVS = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}
 CONV_TRANSPOSES = {aten.conv_transpose1d.default: 1, aten.conv_transpose2d.input: 2, aten.conv_transpose3d.input: 3}
 
 FLOAT_LAYER = "float between dequantize and quantize"
+NO_KERNEL = f"the backend has no kernel for it: {FLOAT_LAYER}"
 """What the report calls the kernel of a layer that runs as the QDQ graph has it."""
 
 

@@ -32,7 +32,7 @@ from qlightning.graph.bind import bind
 from qlightning.graph.convert import ConvertedModule, stays_in_eval
 from qlightning.graph.programs import Captured, Program
 from qlightning.graph.qdq_module import QDQModule, with_free_batch
-from qlightning.graph.report import LayerReport, Report
+from qlightning.graph.report import LayerReport, Report, converted_layer
 from qlightning.graph.signature import describe_call
 from qlightning.graph.state import guard
 from qlightning.nn.quantized import QuantizedLayer, dequantized_weight
@@ -389,9 +389,11 @@ def _forward(names: list[str]) -> Any:
 
 
 def _report(root: nn.Module, facts: Metadata, backend: Backend) -> Report:
-    kernels = {name: m.kernel for name, m in root.named_modules() if isinstance(m, QuantizedLayer)}
+    own = {name: m for name, m in root.named_modules() if isinstance(m, QuantizedLayer)}
     layers = tuple(
-        LayerReport(row.name, row.kind, row.int8, row.reason, row.scheme, kernels.get(row.name, ""))
+        converted_layer(row.name, own[row.name])
+        if row.name in own
+        else LayerReport(row.name, row.kind, row.int8, row.reason, row.scheme)
         for row in facts.layers
     )
     return Report(backend.name, facts.activation, layers, (), backend.explain_ranges())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from qlightning.backends.qdq import NO_KERNEL
 from qlightning.errors import ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qlightning.graph.preparation import CONV_TYPES, Preparation
@@ -108,7 +109,7 @@ def report(model: nn.Module) -> Report:
 
 def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport | None:
     if isinstance(module, QuantizedLayer):
-        return LayerReport(name, module.kind, True, scheme=str(module.scheme), kernel=module.kernel)
+        return converted_layer(name, module)
     if isinstance(module, QATLayer):
         scheme = str(module.weight_fake_quant.scheme)
         kind = type(module).__name__
@@ -120,8 +121,16 @@ def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport 
     if isinstance(module, (nn.Linear, *CONV_TYPES)):
         alone = module._modules.get("layer")  # a layer that was captured on its own
         if isinstance(alone, QuantizedLayer):
-            return LayerReport(name, alone.kind, True, scheme=str(alone.scheme), kernel=alone.kernel)
+            return converted_layer(name, alone)
         kind = (layer_type(module) or type(module)).__name__
         reason = preparation.reasons.get(name) or module.__dict__.get("_float_reason", "its input has no grid")
         return LayerReport(name, kind, False, reason=reason)
     return None
+
+
+def converted_layer(name: str, layer: QuantizedLayer) -> LayerReport:
+    """The row of a layer with an int8 weight; without a kernel for it, it computes in float."""
+    scheme = str(layer.scheme)
+    if layer.kernel == NO_KERNEL:
+        return LayerReport(name, layer.kind, False, NO_KERNEL, scheme)
+    return LayerReport(name, layer.kind, True, "", scheme, layer.kernel)
