@@ -6,6 +6,7 @@ its tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,18 +16,86 @@ from torch import Tensor
 _onednn = torch.ops.onednn
 
 
+def call(function: Callable[..., Tensor], *operands: Any) -> Tensor:
+    """A kernel that a layer is bound to."""
+    return function(*operands)
+
+
 def quantize(x: Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> Tensor:
     """clamp(round(x / scale) + zero_point), uint8; images become channels_last, as the kernels want them."""
     if x.dtype != torch.float32:
         x = x.float()
     if x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
-    return x.mul(1.0 / scale).round_().add_(zero_point).clamp_(quant_min, quant_max).to(torch.uint8)
+    return rounded(x.mul(1.0 / scale), zero_point, quant_min, quant_max)
+
+
+def rounded(values: Tensor, zero_point: int, quant_min: int, quant_max: int) -> Tensor:
+    """clamp(round(values) + zero_point), uint8; overwrites the values, which are float32.
+
+    Many by way of int8, to which torch (2.14) converts with vector instructions, as it does not to uint8.
+    """
+    if values.numel() < 4096:
+        values = values.round_().add_(zero_point) if zero_point else values.round_()
+        return values.clamp_(quant_min, quant_max).to(torch.uint8)
+    codes = values.round_().add_(zero_point - 128).clamp_(quant_min - 128, quant_max - 128).to(torch.int8)
+    return codes.view(torch.uint8).bitwise_xor_(128)
+
+
+def quantize_pixels(x: Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> Tensor:
+    """As :func:`quantize`, for images of three channels; the result has a fourth, whose codes say nothing.
+
+    The codes of a pixel are put together to one integer in float32, in which 24 bits are exact: that is faster than to
+    interleave three planes of bytes. Where one value of a pixel is NaN, all of its codes are those of NaN.
+
+    Raises:
+        RuntimeError: There are not three channels.
+    """
+    if x.dim() == 3:
+        return quantize_pixels(x[None], scale, zero_point, quant_min, quant_max)[0]
+    if x.dim() != 4 or x.shape[1] != 3:
+        raise RuntimeError(f"Images of three channels are needed, (N, 3, H, W), not {tuple(x.shape)}.")
+    batch, _, height, width = x.shape
+    pixels = x.new_empty((batch, height, width), dtype=torch.int32)
+    # What one step reads the one before has left in the cache.
+    step = batch if torch.compiler.is_compiling() else max(1, _IN_CACHE // (3 * height * width + 1))
+    for part, words in zip(x.float().split(max(1, step)), pixels.split(max(1, step)), strict=True):
+        codes = part.mul(1.0 / scale).round_().clamp_(quant_min - zero_point, quant_max - zero_point)
+        red, green, blue = codes.unbind(1)
+        word = torch.add(red, green, alpha=2**8).add_(blue, alpha=2**16)
+        words.copy_(word.add_(zero_point * (1 + 2**8 + 2**16)))
+    return pixels.view(torch.uint8).view(batch, height, width, 4).permute(0, 3, 1, 2)
+
+
+_IN_CACHE = 2**18  # floats, a megabyte
 
 
 def dequantize(codes: Tensor, scale: float, zero_point: int) -> Tensor:
-    """(codes - zero_point) * scale, float32."""
-    return codes.float().sub_(zero_point).mul_(scale)
+    """(codes - zero_point) * scale, float32; codes that are float32 already are overwritten."""
+    values = codes.float()
+    return (values.sub_(zero_point) if zero_point else values).mul_(scale)
+
+
+def to_float(codes: Tensor) -> Tensor:
+    """The codes as float32 numbers."""
+    return codes.float()
+
+
+def regrid(
+    codes: Tensor, factor: float, from_zero_point: int, zero_point: int, quant_min: int, quant_max: int
+) -> Tensor:
+    """Codes of another grid, uint8; overwrites the codes, which are float32 and may lie between those of a grid.
+
+    Args:
+        codes: In steps of the first grid.
+        factor: What a step of it is in steps of the other.
+        from_zero_point: The code of zero there.
+        zero_point: That of the other grid, as the next two.
+        quant_min: Its smallest code.
+        quant_max: Its largest.
+    """
+    values = codes.sub_(from_zero_point) if from_zero_point else codes
+    return rounded(values.mul_(factor), zero_point, quant_min, quant_max)
 
 
 def lookup(codes: Tensor, table: Tensor) -> Tensor:
@@ -96,48 +165,6 @@ def conv(
     return y.squeeze(2) if y.dim() > x.dim() else y
 
 
-def conv2d_add(
-    x: Tensor,
-    x_scale: float,
-    x_zero_point: int,
-    weight: Tensor,
-    w_scale: Tensor,
-    w_zero_point: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    kernel: list[int],
-    residual: Tensor,
-    residual_scale: float,
-    residual_zero_point: int,
-    scale: float,
-    zero_point: int,
-    relu: bool,
-) -> Tensor:
-    """A convolution of codes plus a residual of codes, with or without ReLU, rounded once.
-
-    The kernel sums into the residual in place, so it gets a copy; a residual of another shape than the result's is
-    added in float.
-    """
-    height = (x.shape[-2] + 2 * padding[0] - dilation[0] * (kernel[0] - 1) - 1) // stride[0] + 1
-    width = (x.shape[-1] + 2 * padding[1] - dilation[1] * (kernel[1] - 1) - 1) // stride[1] + 1
-    if residual.shape == (x.shape[0], w_scale.shape[0], height, width) and x.dim() == 4:
-        accumulator = residual.clone(memory_format=torch.channels_last)
-        return _onednn.qconv2d_pointwise.binary(
-            x, x_scale, x_zero_point, weight, w_scale, w_zero_point, accumulator, bias, stride, padding, dilation,
-            groups, scale, zero_point, torch.uint8, residual_scale, residual_zero_point, "sum", 1.0,
-            "relu" if relu else "none", [], "",
-        )  # fmt: skip
-    y = conv(
-        x, x_scale, x_zero_point, weight, w_scale, w_zero_point, bias, stride, padding, dilation, groups,
-        1.0, 0, torch.float32, "none", [],
-    )  # fmt: skip
-    y = y + dequantize(residual, residual_scale, residual_zero_point)
-    return quantize(y.relu_() if relu else y, scale, zero_point, 0, 255)
-
-
 def spread(x: Tensor, zero_point: int, stride: list[int], before: list[int], after: list[int]) -> Tensor:
     """Puts zeros between the elements and around them: what turns a transposed convolution into a plain one.
 
@@ -155,36 +182,6 @@ def spread(x: Tensor, zero_point: int, stride: list[int], before: list[int], aft
     spaced[everywhere + tuple(slice(None, None, step) for step in stride)] = x
     margins = [m for pair in zip(reversed(before), reversed(after), strict=True) for m in pair]
     return torch.nn.functional.pad(spaced, margins, value=zero_point)
-
-
-def conv_transpose(
-    x: Tensor,
-    x_scale: float,
-    x_zero_point: int,
-    weight: Tensor,
-    w_scale: Tensor,
-    w_zero_point: Tensor,
-    bias: Tensor | None,
-    spacing: list[int],
-    before: list[int],
-    after: list[int],
-    dilation: list[int],
-    groups: int,
-    scale: float,
-    zero_point: int,
-    dtype: torch.dtype,
-    post_op: str,
-    post_args: list[float],
-) -> Tensor:
-    """A transposed convolution of codes: a plain one with the flipped weight over the spread input."""
-    dims = len(dilation)
-    batched = x[None] if x.dim() == dims + 1 else x
-    y = conv(
-        spread(batched, x_zero_point, spacing, before, after),
-        x_scale, x_zero_point, weight, w_scale, w_zero_point, bias, [1] * dims, [0] * dims, dilation, groups,
-        scale, zero_point, dtype, post_op, post_args,
-    )  # fmt: skip
-    return y[0] if x.dim() == dims + 1 else y
 
 
 def linear(

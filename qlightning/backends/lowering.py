@@ -144,6 +144,12 @@ class _Lowering:
         if kind is Kind.CAT:
             return self._defer(Pending(node, [self._values[n] for n in self._ops[node].inputs]), node)
         if (
+            kind is Kind.POOL
+            and self._is_average(node)
+            and (before := self._values[self._ops[node].inputs[0]]).codes is not None
+        ):
+            return self._defer(Pending(node, [before]), node)
+        if (
             kind is Kind.SAME
             and not is_dropout(node)
             and (before := self._values[self._ops[node].inputs[0]]).codes is not None
@@ -174,7 +180,7 @@ class _Lowering:
         if user.target is QUANTIZE:
             return True
         kind = self._ops[user].kind
-        if self._ops[pending.node].kind is Kind.CAT:
+        if self._ops[pending.node].kind in (Kind.CAT, Kind.POOL):
             return False
         return kind in (Kind.ACTIVATION, Kind.CAT) or (
             kind is Kind.BINARY and not pending.post and is_layer(pending.node)
@@ -212,6 +218,10 @@ class _Lowering:
             return self._emit_layer(pending, out)
         if kind is Kind.ACTIVATION:
             return self._emit_lookup(pending, out)
+        if kind is Kind.POOL:
+            codes, scale, zero_point = pending.inputs[0].coded()
+            grid = (scale / out.scale, zero_point, out.zero_point, out.quant_min, out.quant_max)
+            return self._call(kernels.regrid, self._emit_pool(pending.node, codes), *grid)
         names = [function_name(node.target) for node in pending.post]
         name = function_name(pending.node.target)
         if names not in ([], ["relu"]) or (name == "mul" and names):
@@ -233,6 +243,9 @@ class _Lowering:
         elif kind is Kind.CAT:
             parts = [self._as_float(value) for value in pending.inputs]
             result = self._call(torch.cat, parts, argument(pending.node, 1, "dim", 0))
+        elif kind is Kind.POOL:
+            codes, scale, zero_point = pending.inputs[0].coded()
+            result = self._call(kernels.dequantize, self._emit_pool(pending.node, codes), scale, zero_point)
         else:
             left, right = (self._as_float(value) for value in pending.inputs)
             result = self._call(pending.node.target, left, right)
@@ -251,6 +264,23 @@ class _Lowering:
         name = free_name(self._root, "table")
         self._root.register_buffer(name, QUANTIZE(x, *out.args()), persistent=False)
         return self._call(kernels.lookup, value.codes, self._new.get_attr(name))
+
+    def _is_average(self, node: fx.Node) -> bool:
+        """Whether a pooling gives averages of what it is given, and nothing else: that of codes says all."""
+        module = self._ops.module(node)
+        if module is not None:
+            return isinstance(module, _ADAPTIVE_AVERAGES)
+        name = function_name(node.target)
+        return name.startswith("adaptive_avg_pool") or (name == "mean" and "dtype" not in node.kwargs)
+
+    def _emit_pool(self, node: fx.Node, codes: fx.Node) -> fx.Node:
+        """The pooling of the codes themselves, in float32, where their sums are exact."""
+        module = self._ops.module(node)
+        values = self._call(kernels.to_float, codes)
+        if isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1)):
+            return self._call(aten.mean.dim, values, [-2, -1], True)
+        substitute = {self._ops[node].inputs[0]: values}
+        return self._new.node_copy(node, lambda n: substitute.get(n) or self._any(self._values[n]))
 
     # Layers
 
@@ -349,6 +379,7 @@ class _Lowering:
 
 
 _OF_MEMORY = {"as_strided", "stride", "is_contiguous", "storage_offset", "view_as_complex"}
+_ADAPTIVE_AVERAGES = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 _FLOAT_MOVES = (nn.MaxPool1d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
 
 

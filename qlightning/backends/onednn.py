@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
 
 import torch
 from torch import fx, nn
 
-from qlightning.backends import kernels, lowering
+from qlightning.backends import kernels, lowering, onednn_binary
 from qlightning.backends.base import Backend, accepts_symmetric_weights, cpu_has_int8_dot_products
+from qlightning.backends.liveness import overwrite_residuals
 from qlightning.backends.lowering import LayerCall, Value
-from qlightning.backends.onednn_kernels import SUM_POST_OPS, ConvPacking, LinearPacking, find_post_op, kernel_name
-from qlightning.backends.qdq import CONV_TRANSPOSES, CONVS, QParams, aten, conv_geometry, spread_geometry
+from qlightning.backends.onednn_calls import Conv, ConvSum, ConvTranspose, Geometry, Linear, Result
+from qlightning.backends.onednn_kernels import SUM_POST_OPS, PostOp, find_post_op, kernel_name
+from qlightning.backends.qdq import CONV_TRANSPOSES, CONVS, DEQUANTIZE, QParams, aten, conv_geometry, spread_geometry
 
 _NEEDED = ("qconv_pointwise", "qconv2d_pointwise", "qconv_prepack", "qlinear_pointwise", "qlinear_prepack")
 
@@ -43,7 +44,9 @@ def unavailable() -> str:
 
 def lower(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """Turns a QDQ graph into one of oneDNN's kernels; see :func:`qlightning.backends.lowering.lower`."""
-    return lowering.lower(graph, root, OneDnn())
+    lowered = lowering.lower(graph, root, OneDnn())
+    overwrite_residuals(lowered)
+    return lowered
 
 
 class OneDnn:
@@ -53,55 +56,60 @@ class OneDnn:
         if (out.quant_min, out.quant_max) != (0, 255):
             return None
         args = (name, *left.coded(), *right.coded(), out.scale, out.zero_point)
-        return graph.call_function(kernels.binary, args)
+        return graph.call_function(onednn_binary.binary, args)
 
     def emit_layer(self, graph: fx.Graph, call: LayerCall) -> fx.Node | None:
         node, layer, out = call.node, call.layer, call.out
-        _, x_scale, x_zero_point = head = call.x.coded()
-        fused = find_post_op(call.post, out, linear=node.target is aten.linear.default)
-        sums = call.residual is not None
-        if sums and not (node.target is aten.conv2d.default and out.quant_max == 255 and fused in SUM_POST_OPS):  # type: ignore[union-attr]
+        post = find_post_op(call.post, out, linear=node.target is aten.linear.default)
+        if post is None:
             return None
-        if fused is None:
+        if call.residual is not None and not (node.target is aten.conv2d.default and post in SUM_POST_OPS):
             return None
-        post_op, post_args, algorithm = fused
         # The kernels (torch 2.14) have nothing behind a 3-d convolution, and only a ReLU behind a 1-d one.
-        if layer.codes.dim() == 5 and post_op == "relu" and out is not None and out.zero_point == out.quant_min:
-            post_op = "none"  # codes end where the values of a ReLU do
-        allowed = {3: ("none", "relu"), 5: ("none",)}.get(layer.codes.dim(), (post_op,))
-        if post_op not in allowed:
+        if layer.codes.dim() == 5 and post.name == "relu" and out is not None and out.zero_point == out.quant_min:
+            post = PostOp()  # codes end where the values of a ReLU do
+        allowed = {3: ("none", "relu"), 5: ("none",)}.get(layer.codes.dim(), (post.name,))
+        if post.name not in allowed:
             return None
-        result = (out.scale, out.zero_point, torch.uint8) if out is not None else (1.0, 0, torch.float32)
-        tail = (*result, post_op, post_args)
-        if node.target is aten.linear.default:
-            layer.kernel = kernel_name("qlinear", post_op, out)
-            weight = _weight(graph, call, LinearPacking())
-            return graph.call_function(kernels.linear, (*head, *weight, *tail, algorithm))
-        if node.target in CONV_TRANSPOSES:
-            dims = CONV_TRANSPOSES[node.target]
-            spacing, before, after, dilation, groups = spread_geometry(node, dims, layer.codes.shape[2:])
-            ones, zeros = [1] * dims, [0] * dims
-            pack = ConvPacking(x_scale, x_zero_point, ones, zeros, dilation, groups, flipped=True)
-            layer.kernel = kernel_name(f"qconv{dims}d, transposed", post_op, out)
-            weight = _weight(graph, call, pack)
-            return graph.call_function(
-                kernels.conv_transpose, (*head, *weight, spacing, before, after, dilation, groups, *tail)
-            )
-        dims = CONVS[node.target]  # type: ignore[index]
-        stride, padding, dilation, groups = conv_geometry(node, dims)
-        pack = ConvPacking(x_scale, x_zero_point, stride, padding, dilation, groups)
-        weight = _weight(graph, call, pack)
-        geometry = (stride, padding, dilation, groups)
-        if call.residual is None:
-            layer.kernel = kernel_name(f"qconv{dims}d", post_op, out)
-            return graph.call_function(kernels.conv, (*head, *weight, *geometry, *tail))
-        assert out is not None
-        layer.kernel = kernel_name(f"qconv{dims}d+sum", post_op, out)
-        end = (list(layer.codes.shape[2:]), *call.residual.coded(), out.scale, out.zero_point, post_op == "relu")
-        return graph.call_function(kernels.conv2d_add, (*head, *weight, *geometry, *end))
+        result = Result(post=post) if out is None else Result(out.scale, out.zero_point, torch.uint8, post)
+        name, bound = _bind(call, result)
+        layer.kernel = kernel_name(name, post, out)
+        operands = (call.x.codes,) if call.residual is None else (call.x.codes, call.residual.codes, False)
+        return graph.call_function(kernels.call, (call.packed(graph, bound), *operands))
 
 
-def _weight(graph: fx.Graph, call: LayerCall, pack: Any) -> tuple[fx.Node | None, ...]:
-    names = ("scale", "zero_point") if call.layer.bias is None else ("scale", "zero_point", "bias")
-    kept = [graph.get_attr(f"{call.path}.{name}") for name in names]
-    return call.packed(graph, pack), *kept, *[None] * (3 - len(kept))
+def _bind(call: LayerCall, result: Result) -> tuple[str, Linear | Conv | ConvSum | ConvTranspose]:
+    """The kernel of a layer: what the report calls it, and what binds the layer to it."""
+    node, layer = call.node, call.layer
+    _, x_scale, x_zero_point = call.x.coded()
+    if node.target is aten.linear.default:
+        return "qlinear", Linear(x_scale, x_zero_point, result)
+    if node.target in CONV_TRANSPOSES:
+        dims = CONV_TRANSPOSES[node.target]
+        spacing, before, after, dilation, groups = spread_geometry(node, dims, layer.codes.shape[2:])
+        plain = Geometry(x_scale, x_zero_point, [1] * dims, [0] * dims, dilation, groups, flipped=True)
+        return f"qconv{dims}d, transposed", ConvTranspose(plain, result, spacing, before, after)
+    dims = CONVS[node.target]  # type: ignore[index]
+    geometry = Geometry(x_scale, x_zero_point, *conv_geometry(node, dims), channels=_channels(call))
+    if call.residual is None:
+        return f"qconv{dims}d", Conv(geometry, result)
+    return f"qconv{dims}d+sum", ConvSum(geometry, result, *call.residual.coded()[1:])
+
+
+def _channels(call: LayerCall) -> int | None:
+    """Lets images of three channels come with a fourth where nothing but a convolution reads their codes.
+
+    Three codes of a pixel and a byte of zeros are one word, which is computed as a whole.
+    """
+    codes, dequantized = call.x.codes, call.node.args[0]
+    assert codes is not None
+    if codes.target is kernels.quantize and call.node.target is aten.conv2d.default and call.layer.codes.shape[1] == 3:
+        assert isinstance(dequantized, fx.Node)
+        quantized = dequantized.args[0]
+        assert isinstance(quantized, fx.Node)
+        groups = conv_geometry(call.node, 2)[-1]
+        source = quantized.args[0]
+        own = isinstance(source, fx.Node) and source.target is not DEQUANTIZE
+        if groups == 1 and own and len(dequantized.users) == len(quantized.users) == 1:
+            codes.target = kernels.quantize_pixels
+    return 4 if codes.target is kernels.quantize_pixels else None

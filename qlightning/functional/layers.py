@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from qlightning.backends import Backend, kernels, resolve_backend
-from qlightning.backends.onednn_kernels import ConvPacking
+from qlightning.backends.onednn_calls import Geometry, pack_linear
 from qlightning.backends.qdq import ints
 from qlightning.errors import ConfigError
 from qlightning.functional.operands import check, exact, is_activation, runs_kernels
@@ -105,7 +105,7 @@ def linear(
     target = Target.of("linear", x, grid)
     w = _kernel_weight(x, weight, bias, target, grid)
     if w is not None and x.shape[-1] == weight.shape[-1]:
-        packed = torch.ops.onednn.qlinear_prepack(w.codes.contiguous(), None)
+        packed = pack_linear(w)
         result = kernels.linear(
             x.codes, x.q_scale(), x.q_zero_point(), packed, w.scale, w.zero_point, _float(bias), *_result(target),
             "none", [], "",
@@ -143,7 +143,7 @@ def _conv(
         values = _EXACT_CONVS[dims](exact(x), exact(weight), _double(bias), stride, padding, dilation, groups)
         return target.round(values)
     steps, margins, distances = (ints(value, dims) for value in (stride, padding, dilation))
-    packed = ConvPacking(x.q_scale(), x.q_zero_point(), steps, margins, distances, groups)(w)
+    packed = Geometry(x.q_scale(), x.q_zero_point(), steps, margins, distances, groups).pack(w)
     result = kernels.conv(
         x.codes, x.q_scale(), x.q_zero_point(), packed, w.scale, w.zero_point, _float(bias), steps, margins, distances,
         groups, *_result(target), "none", [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from itertools import count
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qlightning.backends import kernels
 from qlightning.errors import CaptureError, QuantizationError
 from qlightning.graph.failure import TraceError
 from qlightning.graph.reads import Read, matcher
@@ -42,9 +44,10 @@ class Program:
         self.example: Example | None = None
         self.fits = matcher(reads)
         code = graph.python_code("self")
+        source = _with_short_paths(code.src, graph)
         namespace = dict(code.globals)
         # torch.compile keeps what it has compiled, and which sizes vary, by code object and by name and place of code.
-        exec(compile(code.src, f"<qlightning graph {next(_numbers)}>", "exec"), namespace)
+        exec(compile(source, f"<qlightning graph {next(_numbers)}>", "exec"), namespace)
         self.run: Callable[..., Any] = namespace["forward"]
 
     def note(self, leaves: tuple[Any, ...] | list[Any]) -> None:
@@ -54,6 +57,21 @@ class Program:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self  # never changed after it is built, but for the example
+
+
+def _with_short_paths(source: str, graph: fx.Graph) -> str:
+    """The code of a graph with quick ways to the kernels that layers are bound to.
+
+    Every submodule that is asked for as an attribute costs a microsecond: ``nn.Module`` finds it when all else has
+    failed.
+    """
+    for node in graph.nodes:
+        if node.op == "get_attr" and all(user.target is kernels.call for user in node.users):
+            *path, name = str(node.target).split(".")
+            quick = "self" + "".join(f"._modules[{part!r}]" for part in path) + f".{name}"
+            line = re.compile(rf"^(\s+{node.name} = )[^;\n]*", flags=re.MULTILINE)
+            source = line.sub(rf"\g<1>{quick}", source)
+    return source
 
 
 class Captured:

@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import random
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +34,7 @@ from qlightning.observers import (
     MSEObserver,
     PercentileObserver,
 )
+from scripts.bench.timing import by_turns, ratio
 
 SHAPE = (16, 64, 112, 112)
 REQUIRED = {"MinMaxObserver": 1.0, "MovingAverageObserver": 1.0, "HistogramObserver": 0.5, "calibration": 1.3}
@@ -63,23 +62,8 @@ def twins() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] 
 
 
 def cpu_times(calls: list[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """CPU seconds of each call in each round, in an order that is drawn: what came before a call leaves it a cache."""
-    generator = random.Random(0)
-    times: list[list[float]] = [[] for _ in calls]
-    for round_number in range(rounds + 1):
-        for which in generator.sample(range(len(calls)), len(calls)):
-            start = time.process_time()
-            calls[which]()
-            if round_number:  # the first warms up
-                times[which].append(time.process_time() - start)
-    return times
-
-
-def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    """The median of the rounds' ratios, and its 95 % confidence interval (order statistics of the sign test)."""
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    rank = max(0, int(len(ratios) / 2 - 0.98 * len(ratios) ** 0.5))
-    return statistics.median(ratios), ratios[rank], ratios[-1 - rank]
+    """CPU seconds of each call in each round."""
+    return [[seconds.cpu for seconds in times] for times in by_turns(calls, rounds)]
 
 
 def passes(rounds: int) -> list[dict[str, Any]]:
