@@ -114,6 +114,13 @@ def _clip(c: Call) -> str:
     return c.add("Clip", c.name("self"), *ends)
 
 
+def _hardsigmoid(c: Call) -> str:
+    """ONNX's HardSigmoid has a fast kernel in neither runtime."""
+    x = c.add("Add", c.name("self"), c.graph.constant(3.0, torch.float32))
+    x = c.add("Clip", x, *(c.graph.constant(end, torch.float32) for end in (0.0, 6.0)))
+    return c.add("Mul", x, c.graph.constant(1 / 6, torch.float32))
+
+
 def _silu(c: Call) -> str:
     x = c.name("self")
     return c.add("Mul", x, c.add("Sigmoid", x))
@@ -419,7 +426,7 @@ OPERATORS: dict[Any, Operator] = {
         "sin": "Sin", "cos": "Cos", "hardswish": "HardSwish", "softplus": "Softplus", "mish": "Mish",
         "logical_not": "Not", "sign": "Sign",
     }.items()},
-    aten.hardsigmoid.default: _unary("HardSigmoid", alpha=1 / 6, beta=0.5),
+    aten.hardsigmoid.default: _hardsigmoid,
     aten.leaky_relu.default: lambda c: c.add("LeakyRelu", c.name("self"), alpha=float(c["negative_slope"])),
     aten.gelu.default: lambda c: c.add("Gelu", c.name("self"), approximate=c["approximate"]),
     aten.silu.default: _silu,
