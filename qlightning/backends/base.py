@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -74,9 +75,22 @@ def accepts_symmetric_weights(activation: QScheme, weight: QScheme) -> str:
     """What is wrong with schemes for kernels of unsigned activations and symmetric weights; empty if nothing is."""
     if activation.signed or activation.per_channel:
         return f"its activations are unsigned and per tensor, not {activation}."
+    return accepts_int8(activation, weight)
+
+
+def accepts_int8(activation: QScheme, weight: QScheme) -> str:
+    """Likewise for kernels that take signed activations, too."""
+    if activation.per_channel:
+        return f"its activations are per tensor, not {activation}."
     if not (weight.signed and weight.symmetric) or weight.axis not in (None, 0):
         return f"its weights are signed, symmetric, per tensor or per output channel (axis 0), not {weight}."
     return ""
+
+
+def missing_packages(extra: str, packages: tuple[str, ...]) -> str:
+    """What has to be installed for a backend, by the name of its extra; empty where nothing has to."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"it needs {' and '.join(missing)}: pip install 'qlightning[{extra}]'." if missing else ""
 
 
 def cpu_features() -> str:

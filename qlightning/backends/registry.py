@@ -6,7 +6,7 @@ import platform
 import warnings
 from functools import lru_cache
 
-from qlightning.backends import engines, onednn, reference
+from qlightning.backends import engines, onednn, onnxruntime, openvino, reference
 from qlightning.backends.base import Backend
 from qlightning.errors import BackendError, ConfigError, closest
 
@@ -14,7 +14,8 @@ from qlightning.errors import BackendError, ConfigError, closest
 @lru_cache
 def backends() -> dict[str, Backend]:
     """All backends by name, those that this machine lacks included."""
-    return {backend.name: backend for backend in (onednn.build(), *engines.build(), reference.build())}
+    built = (onednn.build(), openvino.build(), onnxruntime.build(), *engines.build(), reference.build())
+    return {backend.name: backend for backend in built}
 
 
 def available() -> list[str]:

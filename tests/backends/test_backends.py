@@ -17,6 +17,7 @@ from qlightning.errors import BackendError, ConfigError
 from qlightning.observers import MinMaxObserver
 
 BACKENDS = available()
+KERNELS = [name for name in BACKENDS if name in ("onednn", "openvino", "onnxruntime")]
 
 
 @pytest.fixture
@@ -120,17 +121,18 @@ class TestSchemes:
             assert convert(net)(torch.randn(2, 4)).shape == (2, 4)
 
 
-def worst_case(layer: nn.Module, x: Tensor) -> tuple[nn.Module, nn.Module]:
+def worst_case(layer: nn.Module, x: Tensor, backend: str) -> tuple[nn.Module, nn.Module]:
     """A prepared layer of which every product is as large as its grids allow, and what it becomes."""
     with torch.no_grad():
         layer.weight.fill_(1.0)
         layer.weight[::2] = -1.0
     net = nn.Sequential(layer)
-    prepare(net, QConfig(activation_observer=MinMaxObserver), backend=BACKENDS[0], mode="ptq")
+    prepare(net, QConfig(activation_observer=MinMaxObserver), backend=backend, mode="ptq")
     calibrate(net, [torch.zeros_like(x), x])
     return net, convert(net)
 
 
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(
     "layer, shape",
@@ -148,9 +150,9 @@ def worst_case(layer: nn.Module, x: Tensor) -> tuple[nn.Module, nn.Module]:
     ids=str,
 )
 @torch.no_grad()
-def test_the_largest_products_are_exact(layer: nn.Module, shape: tuple[int, ...], sign: float) -> None:
+def test_the_largest_products_are_exact(layer: nn.Module, shape: tuple[int, ...], sign: float, backend: str) -> None:
     x = torch.ones(shape) * sign
-    net, int8 = worst_case(copy.deepcopy(layer), x)
+    net, int8 = worst_case(copy.deepcopy(layer), x, backend)
     weight = int8[0].weight().int_repr()
     assert weight.abs().max() == net[0].weight_fake_quant.scheme.quant_max
     expected = net[0].double()
@@ -172,8 +174,9 @@ def test_activations_behind_1d_and_3d_convolutions(act: nn.Module, layer: Any) -
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
+@pytest.mark.parametrize("backend", KERNELS)
 @torch.no_grad()
-def test_a_chain_of_worst_cases_is_exact() -> None:
+def test_a_chain_of_worst_cases_is_exact(backend: str) -> None:
     net = nn.Sequential(
         nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3, groups=32), nn.ReLU(), nn.Conv2d(32, 4, 1)
     )
@@ -183,7 +186,7 @@ def test_a_chain_of_worst_cases_is_exact() -> None:
     x = torch.ones(1, 32, 8, 8)
     expected = net.double()(x.double()).float()
     net.float()
-    prepare(net, QConfig(activation_observer=MinMaxObserver), backend=BACKENDS[0], mode="ptq")
+    prepare(net, QConfig(activation_observer=MinMaxObserver), backend=backend, mode="ptq")
     calibrate(net, [x])
     torch.testing.assert_close(convert(net)(x), expected, rtol=1e-4, atol=0)
 
