@@ -15,6 +15,12 @@ from qlightning.qconfig import QConfig
 from qlightning.qscheme import QScheme
 
 Lower = Callable[[fx.Graph, nn.Module], fx.Graph]
+RoundsLayer = Callable[[bool, str], bool]
+
+
+def _rounds_once(in_sum: bool, activation: str) -> bool:
+    """A block rounds at its end, and nowhere else."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,9 @@ class Backend:
             up in 16 bits and would saturate; None where they cannot.
         reason: Why they saturate, where it is not this CPU.
         accepts: Says what is wrong with a pair of schemes (activation, weight); empty where it takes them.
+        centres_signed: Whether its kernels are faster on values of both signs where the zero point is in the middle.
+        rounds_layer: Whether a layer is to be rounded before what follows it in its block: told whether a sum takes it
+            in, and the name of the activation behind ("" for none). For kernels that would not be int8 otherwise.
     """
 
     name: str
@@ -37,6 +46,13 @@ class Backend:
     reduced: Literal["activation", "weight"] | None = None
     reason: str = ""
     accepts: Callable[[QScheme, QScheme], str] = lambda activation, weight: ""
+    centres_signed: bool = False
+    rounds_layer: RoundsLayer = _rounds_once
+
+    def centred(self, activation: QScheme) -> QScheme:
+        """The scheme of activations of both signs; affine ones of 8 bits become symmetric where that is faster."""
+        wide = (activation.bits, activation.axis) == (8, None)
+        return replace(activation, symmetric=True) if self.centres_signed and wide else activation
 
     def adapt(self, qconfig: QConfig) -> QConfig:
         """Returns the settings with the ranges that the kernels need.

@@ -18,6 +18,7 @@ from qlightning.backends.qdq import (
     DEQUANTIZE_PER_CHANNEL,
     QUANTIZE,
     QUANTIZE_PER_CHANNEL,
+    QParams,
     aten,
     ints,
 )
@@ -76,18 +77,21 @@ class Weight:
         )
 
 
-def onnx_form(module: fx.GraphModule, known: Mapping[fx.Node, Weight | Tensor], integer_bias: bool) -> OnnxForm:
+def onnx_form(
+    module: fx.GraphModule, known: Mapping[fx.Node, Weight | Tensor], integer_bias: bool, signed: bool
+) -> OnnxForm:
     """Translates a graph of ATen calls.
 
     Args:
         module: The graph; every tensor's node has ``meta["val"]``, its output is one of them or a list.
         known: Those of its inputs that are weights of int8 layers, or constants.
         integer_bias: Whether biases are int32 in steps of input scale times weight scale; else they stay float.
+        signed: Whether uint8 codes around 128 become int8 codes around 0: the same values.
 
     Raises:
         UntranslatableError: ONNX has no counterpart of a call.
     """
-    return _Translation(module, known, integer_bias).run()
+    return _Translation(module, known, integer_bias, signed).run()
 
 
 def problem(node: fx.Node) -> str:
@@ -96,7 +100,7 @@ def problem(node: fx.Node) -> str:
         return f"{node.target} has a dtype that the runtimes lack"
     if node.target is not operator.getitem and node.target not in KNOWN:
         return f"{node.target} has no counterpart"
-    trial = _Translation(None, {}, False)
+    trial = _Translation(None, {}, False, False)
     values = {value: value.name for value in node.all_input_nodes}
     trial.values.update(
         {value: [name] * 99 if isinstance(value.meta["val"], (tuple, list)) else name for value, name in values.items()}
@@ -129,11 +133,16 @@ class _Translation:
     """Attributes: values, from nodes to the names of ONNX values, to constants, or to a list of these."""
 
     def __init__(
-        self, module: fx.GraphModule | None, known: Mapping[fx.Node, Weight | Tensor], integer_bias: bool
+        self,
+        module: fx.GraphModule | None,
+        known: Mapping[fx.Node, Weight | Tensor],
+        integer_bias: bool,
+        signed: bool,
     ) -> None:
         self._module = module
         self._weights = {node: value for node, value in known.items() if isinstance(value, Weight)}
         self._integer_bias = integer_bias
+        self._signed = signed
         self._graph = OnnxGraph()
         self._scales: dict[str, float] = {}  # of values behind a grid
         self._layers: dict[str, str] = {}
@@ -211,17 +220,25 @@ class _Translation:
         if narrow:
             bounds = [(end - c["zero_point"]) * c["scale"] for end in ends]
             x = c.add("Clip", x, *(self._graph.constant(bound, torch.float32) for bound in bounds))
-        return c.add("QuantizeLinear", *_grid(self._graph, x, c["scale"], c["zero_point"], dtype))
+        return c.add("QuantizeLinear", *_grid(self._graph, x, c["scale"], *self._codes(c.node)))
 
     def _dequantize(self, c: Call) -> str:
         if "axis" in c.arguments:
             scales, zero_points = c.name("scales", torch.float32), c.name("zero_points", c["dtype"])
             return c.add("DequantizeLinear", c.name("input"), scales, zero_points, axis=c["axis"])
-        result = c.add(
-            "DequantizeLinear", *_grid(self._graph, c.name("input"), c["scale"], c["zero_point"], c["dtype"])
-        )
+        codes = self._codes(c["input"] if c["input"].target is QUANTIZE else c.node)
+        result = c.add("DequantizeLinear", *_grid(self._graph, c.name("input"), c["scale"], *codes))
         self._scales[result] = c["scale"]
         return result
+
+    def _codes(self, node: fx.Node) -> tuple[int, torch.dtype]:
+        """The zero point and the dtype of the codes of a quantize call, or of a dequantize call that has none."""
+        q = QParams.of(node)
+        is_alone = node.target is QUANTIZE and all(
+            user.target is DEQUANTIZE and QParams.of(user) == q for user in node.users
+        )
+        is_centred = (q.zero_point, q.dtype) == (128, torch.uint8)
+        return (0, torch.int8) if self._signed and is_centred and is_alone else (q.zero_point, q.dtype)
 
     # Layers
 

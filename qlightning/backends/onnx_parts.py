@@ -32,10 +32,12 @@ class Engine(Protocol):
     Attributes:
         name: The name of its backend.
         integer_bias: Whether it wants biases as int32 codes; else they stay float.
+        signed: Whether it wants codes around 128 as int8 codes around 0.
     """
 
     name: str
     integer_bias: bool
+    signed: bool
 
     def compile(self, form: OnnxForm, threads: int) -> Compiled:
         """Compiles a model for that many threads.
@@ -119,7 +121,7 @@ class Parts:
         return weights.get(value.name) if value.op == "placeholder" else None
 
     def _part(self, module: fx.GraphModule, known: Mapping[fx.Node, Weight | Tensor]) -> _Part:
-        form = onnx_form(module, known, self._engine.integer_bias)
+        form = onnx_form(module, known, self._engine.integer_bias, self._engine.signed)
         compiled = self._engine.compile(form, self._threads)
         self.kernels.update(compiled.kernels)
         output = next(node for node in module.graph.nodes if node.op == "output")

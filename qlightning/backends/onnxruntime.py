@@ -27,7 +27,13 @@ def build() -> Backend:
         unavailable=missing_packages("onnxruntime", ("onnxruntime", "onnx")),
         reduced=None if cpu_has_int8_dot_products() else "weight",
         accepts=accepts_int8,
+        rounds_layer=_rounds_layer,
     )
+
+
+def _rounds_layer(in_sum: bool, activation: str) -> bool:
+    """Its layers are int8 where they are rounded; what the grid ends with, a ReLU or ReLU6, can stand between."""
+    return in_sum or activation not in ("", "relu", "hardtanh")
 
 
 def lower(graph: fx.Graph, root: nn.Module) -> fx.Graph:
@@ -42,6 +48,7 @@ class OnnxRuntime:
 
     name = "onnxruntime"
     integer_bias = True  # its int8 kernels add nothing else
+    signed = False  # on x86 its kernels are made for uint8
 
     def compile(self, form: OnnxForm, threads: int) -> _Compiled:
         """Builds a session on the CPU."""

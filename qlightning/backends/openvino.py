@@ -23,7 +23,14 @@ def build() -> Backend:
         unavailable=missing_packages("openvino", ("openvino", "onnx")),
         reduced=None if cpu_has_int8_dot_products() else "weight",
         accepts=accepts_int8,
+        centres_signed=True,
+        rounds_layer=_rounds_layer,
     )
+
+
+def _rounds_layer(in_sum: bool, activation: str) -> bool:
+    """Only then a sum with an activation behind it is part of the layer's kernel; without one nothing is gained."""
+    return in_sum and activation != ""
 
 
 def lower(graph: fx.Graph, root: nn.Module) -> fx.Graph:
@@ -38,6 +45,7 @@ class OpenVINO:
 
     name = "openvino"
     integer_bias = False  # it adds them in float, as is exact, at the same speed
+    signed = True  # its kernels have no zero points to correct for then
 
     def compile(self, form: OnnxForm, threads: int) -> _Compiled:
         """Compiles a model for the CPU."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from qlightning.backends import Backend
 from qlightning.backends.qdq import free_name
 from qlightning.calls import LAYER_FUNCTIONS, argument
 from qlightning.fake_quantize import FakeQuantize, set_observers
@@ -18,6 +20,7 @@ from qlightning.graph.capture import module_device
 from qlightning.graph.patterns import Block, Plan, plan, source_of
 from qlightning.graph.programs import Captured, Program
 from qlightning.graph.signature import CallSpec
+from qlightning.graph.signs import feeds_sums_alone, is_never_negative
 from qlightning.graph.tracing import trace
 from qlightning.nn.bias import BiasRounding
 from qlightning.nn.qat import QATLayer, build_weight_fake_quant, check_dtype
@@ -31,13 +34,15 @@ class GraphPreparer:
     Args:
         path: Name of the root below the model.
         resolver: Answers which QConfig a name has.
+        backend: Has a say in where grids go and how they look.
         mode: "qat" or "ptq".
         leaves: Names of modules that are called in one piece.
     """
 
-    def __init__(self, path: str, resolver: Resolver, mode: Mode, leaves: frozenset[str]) -> None:
+    def __init__(self, path: str, resolver: Resolver, backend: Backend, mode: Mode, leaves: frozenset[str]) -> None:
         self._path = path
         self._resolver = resolver
+        self._backend = backend
         self._mode = mode
         self._leaves = leaves
 
@@ -60,7 +65,8 @@ class GraphPreparer:
             if self._is_excluded(node.meta.get("owner", ""))  # of a FloatFunctional, which is looked into nevertheless
             or (node.op == "call_module" and self._is_excluded(str(node.target)))
         }
-        return plan(graph, ops, lambda node: self.qconfig_of(node, ops) is not None, floats), ops
+        rounds = self._backend.rounds_layer
+        return plan(graph, ops, lambda node: self.qconfig_of(node, ops) is not None, floats, rounds), ops
 
     def _is_excluded(self, name: str) -> bool:
         return self._resolver.resolve(self._full(name))[0] is None
@@ -86,13 +92,16 @@ class GraphPreparer:
         names = _call_names(graph)
         used = set(names.values())
         grids: dict[fx.Node, str] = {}
+        centred = {n: not (is_never_negative(n, ops) or feeds_sums_alone(n, ops)) for n in found.grids}
         for node in found.grids:
             block = found.blocks.get(node)
             head = block.head if block is not None else node
             source = ops[node].kind is Kind.SOURCE
             name = _unused(f"{names[found.consumers[node]]}_input", used) if source else names[head]
+            if node in found.inner:
+                name = _unused(f"{name}_inner", used)
             used.add(name)
-            fq = self._fake_quant(module, name, str(head.meta.get("owner", "")))
+            fq = self._fake_quant(module, name, str(head.meta.get("owner", "")), centred[node])
             with graph.inserting_after(node):
                 inserted = graph.call_module(f"{GRAPH_MODULES}.{fq}", (node,))
             node.replace_all_uses_with(inserted, delete_user_cb=lambda user, own=inserted: user is not own)  # type: ignore[misc]
@@ -168,11 +177,13 @@ class GraphPreparer:
             inserted = graph.call_module(f"{GRAPH_MODULES}.{name}", (weight,))
         node.replace_input_with(weight, inserted)
 
-    def _fake_quant(self, module: nn.Module, name: str, owner: str) -> str:
+    def _fake_quant(self, module: nn.Module, name: str, owner: str, centred: bool) -> str:
         modules = self._graph_modules(module)
         key = _key(modules, name, self._full(name))
         if key not in modules:
             qconfig = self._resolver.resolve(self._full(owner))[0] or self._resolver.resolve("")[0] or QConfig()
+            if centred:
+                qconfig = replace(qconfig, activation=self._backend.centred(qconfig.activation))
             fq = FakeQuantize(qconfig.activation, qconfig.build_activation_observer(self._mode), self._full(name))
             modules[key] = fq.to(module_device(module)).train(module.training)
         return key

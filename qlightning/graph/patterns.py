@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from qlightning.calls import function_name
 from qlightning.vocabulary import Kind, Vocabulary
 
 _COMPUTES_INT8 = frozenset(
@@ -43,15 +44,21 @@ class Plan:
         blocks: From the last node of every block to the block.
         grids: The nodes whose values lie on a grid of their own, in the order of the graph.
         consumers: For every one of these, a node that computes on it.
+        inner: Those of them that are layers, rounded before what follows in their block.
     """
 
     blocks: dict[fx.Node, Block] = field(default_factory=dict)
     grids: list[fx.Node] = field(default_factory=list)
     consumers: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    inner: set[fx.Node] = field(default_factory=set)
 
 
 def plan(
-    graph: fx.Graph, ops: Vocabulary, is_int8_layer: Callable[[fx.Node], bool], floats: Collection[fx.Node]
+    graph: fx.Graph,
+    ops: Vocabulary,
+    is_int8_layer: Callable[[fx.Node], bool],
+    floats: Collection[fx.Node],
+    rounds_layer: Callable[[bool, str], bool] = lambda in_sum, activation: False,
 ) -> Plan:
     """Finds the blocks of a graph and the values that need a grid.
 
@@ -64,6 +71,7 @@ def plan(
         ops: Its vocabulary.
         is_int8_layer: Whether a layer becomes int8.
         floats: Nodes that stay float, as they belong to excluded modules.
+        rounds_layer: Whether a layer has a grid of its own, by whether a sum takes it in and the activation behind.
     """
     found = Plan(blocks=_blocks(graph, ops, is_int8_layer, floats))
     interior = {
@@ -83,6 +91,10 @@ def plan(
             want(ops[block.head].inputs[0], block.head)
             if block.residual is not None and node in wanted:
                 want(block.residual, block.head)
+            activation = "" if block.activation is None else function_name(ops.elementwise(block.activation)[0])
+            if node in wanted and rounds_layer(block.add is not None, activation):
+                found.inner.add(block.bn or block.head)
+                want(block.bn or block.head, block.head)
         elif block is not None and ops[block.head].kind is Kind.MATMUL:
             for value in ops[block.head].inputs:
                 want(value, block.head)

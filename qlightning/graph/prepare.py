@@ -43,7 +43,7 @@ def prepare(
     Args:
         model: Any module; its mode and device stay.
         qconfig: What to quantize to; None for the defaults.
-        backend: A name ("auto", "onednn", "x86", "fbgemm", "qnnpack", "reference") or a Backend.
+        backend: A name ("auto", "onednn", "openvino", ...; docs/backends.md has all) or a Backend.
         mode: "qat": training batches move the ranges. "ptq": only :func:`calibrate` does.
         exclude: Names, globs or types of modules that stay float.
 
@@ -86,7 +86,7 @@ def prepare(
         _check(model, captured, resolver)
         try:
             _leave_fast_path(model)
-            called = set().union(*(_apply(root, resolver, mode) for root in captured.roots))
+            called = set().union(*(_apply(root, resolver, chosen, mode) for root in captured.roots))
         except BaseException:
             _undo(model)
             raise
@@ -100,9 +100,9 @@ def prepare(
     return model
 
 
-def _apply(root: CapturedRoot, resolver: Resolver, mode: Mode) -> set[str]:
+def _apply(root: CapturedRoot, resolver: Resolver, backend: Backend, mode: Mode) -> set[str]:
     """Prepares one root; returns the names of its layers that became QAT layers."""
-    preparer = GraphPreparer(root.path, resolver, mode, root.leaves)
+    preparer = GraphPreparer(root.path, resolver, backend, mode, root.leaves)
     layers: dict[str, list[Any]] = {}
     for graph, _ in root.graphs.values():
         found, ops = preparer.plan(graph, root.module)

@@ -104,7 +104,9 @@ def report(model: nn.Module) -> Report:
             rows.append(row)
             reported |= {id(part) for part in module.modules()}
     notes = tuple(f"{failure}." for failure in preparation.failures)
-    return Report(backend.name, str(preparation.qconfig.activation), tuple(rows), notes, backend.explain_ranges())
+    scheme = preparation.qconfig.activation
+    centred = "" if preparation.backend.centred(scheme) == scheme else ", symmetric where values have both signs"
+    return Report(backend.name, f"{scheme}{centred}", tuple(rows), notes, backend.explain_ranges())
 
 
 def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport | None:
