@@ -10,16 +10,14 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qlightning import blocks
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
 from qlightning.qscheme import QScheme
 
 SCALE_MIN = 2.0**-60
 """The smallest scale, for ranges of zero width: the product of two, as kernels compute it, still has a reciprocal."""
-
-BLOCK_NUMEL = 2**17
-"""Elements worked on at a time on CPU, so that the passes over them stay in the cache (2x on tensors of 10 million)."""
 
 
 def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tuple[Tensor, Tensor]:
@@ -122,10 +120,10 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme)
     """Returns ``x`` rounded to the grid, still in floating point: ``dequantize(quantize(x))`` bit for bit.
 
     Its gradient is the straight-through estimator: it passes where the code lies in the grid, and is zero where it was
-    clamped. The backward keeps one bool an element. Values and gradients equal those of torch's
-    ``fake_quantize_per_tensor_affine`` and ``fake_quantize_per_channel_affine``, whose CPU kernels are not vectorised
-    (these passes take about a quarter of their time), and whose codes wrap beyond int64: here huge values saturate and
-    NaN stays NaN.
+    clamped. The backward keeps at most one bool an element, and on CPU nothing where nothing was clamped. Values and
+    gradients equal those of torch's ``fake_quantize_per_tensor_affine`` and ``fake_quantize_per_channel_affine``, whose
+    CPU kernels take several times as long, and whose codes wrap beyond int64: here huge values saturate and NaN stays
+    NaN.
 
     Args:
         x: Floating point values, of any shape and memory format; left as they are.
@@ -149,9 +147,11 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme)
         tensor([0., 1., 1.])
     """
     scale, zero_point = _aligned(scale, x, scheme.axis), _aligned(zero_point, x, scheme.axis)
+    if x.is_cpu and type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling():
+        return blocks.fake_quantize(x, scale, zero_point, scheme)
     if torch.is_grad_enabled() and x.requires_grad:
         return _StraightThrough.apply(x, scale, zero_point, scheme)
-    return _round_trip(x.detach(), scale, zero_point, scheme, mask=None)
+    return _round_trip(x.detach(), scale, zero_point, scheme, with_mask=False)[0]
 
 
 def sqnr(reference: Tensor, other: Tensor) -> float:
@@ -185,9 +185,9 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme) -> Tensor:
-        mask = torch.empty_like(x, dtype=torch.bool)
+        out, mask = _round_trip(x, scale, zero_point, scheme, with_mask=True)
         ctx.save_for_backward(mask)
-        return _round_trip(x, scale, zero_point, scheme, mask)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -195,27 +195,18 @@ class _StraightThrough(torch.autograd.Function):
         return grads[0] * mask, None, None, None
 
 
-def _round_trip(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, mask: Tensor | None) -> Tensor:
-    """Fake-quantizes ``x`` block by block, and notes in ``mask`` which codes lie in the grid."""
-    out = torch.empty_like(x, dtype=torch.float32)
-    inverse = scale.reciprocal()
-    rows = x.shape[0] if x.ndim else 1
-    if x.is_cpu and x.numel() > BLOCK_NUMEL and not torch.compiler.is_compiling():
-        rows = max(1, BLOCK_NUMEL * rows // x.numel())
+def _round_trip(
+    x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, with_mask: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Fake-quantizes ``x``; on demand it tells, too, which codes lie in the grid."""
     # The zero point of a symmetric signed grid is 0: adding the number spares a pass, and still turns -0.0 into 0.0.
     centred = scheme.symmetric and scheme.signed
-    along_rows = scale.ndim > 0 and scale.shape[0] > 1
-    for start in range(0, x.shape[0] if x.ndim else 1, max(rows, 1)):
-        block = slice(start, start + rows) if x.ndim else ...
-        part = block if along_rows else ...
-        codes = (x[block].float() * inverse[part]).round_().add_(0.0 if centred else zero_point[part])
-        clamped = torch.clamp(codes, scheme.quant_min, scheme.quant_max, out=out[block])
-        if mask is not None:
-            torch.eq(clamped, codes, out=mask[block])
-        if not centred:
-            clamped.sub_(zero_point[part])
-        clamped.mul_(scale[part])
-    return out.to(x.dtype)
+    codes = (x.float() * scale.reciprocal()).round_().add_(0.0 if centred else zero_point)
+    clamped = codes.clamp(scheme.quant_min, scheme.quant_max)
+    mask = clamped == codes if with_mask else None
+    if not centred:
+        clamped.sub_(zero_point)
+    return clamped.mul_(scale).to(x.dtype), mask
 
 
 def _aligned(qparam: Tensor, x: Tensor, axis: int | None) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from qlightning.affine import (
-    BLOCK_NUMEL,
     SCALE_MIN,
     calculate_qparams,
     dequantize,
@@ -16,6 +15,7 @@ from qlightning.affine import (
     quantize,
     sqnr,
 )
+from qlightning.blocks import BLOCK_NUMEL
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
 from qlightning.qscheme import QScheme
 
@@ -305,17 +305,56 @@ class TestFakeQuantize:
         fake_quantize(x, torch.tensor(0.5), torch.tensor(0), QScheme())
         assert torch.equal(x, before)
 
-    def test_the_backward_keeps_one_bool_an_element(self) -> None:
+    @pytest.mark.parametrize("reach, kept", [(127, []), (128, [(torch.bool, 100)])], ids=["inside", "clipped"])
+    def test_the_backward_keeps_a_bool_an_element_where_one_was_clipped(self, reach: int, kept: list[Any]) -> None:
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
             saved.append(tensor)
             return tensor
 
+        x = torch.zeros(10, 10)
+        x[3, 4] = reach
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            x = torch.randn(10, 10, requires_grad=True)
-            fake_quantize(x, torch.ones(10), torch.zeros(10), QScheme(axis=0))
-        assert [(tensor.dtype, tensor.numel()) for tensor in saved] == [(torch.bool, 100)]
+            fake_quantize(x.requires_grad_(), torch.ones(10), torch.zeros(10), QScheme(axis=0, symmetric=True))
+        assert [(tensor.dtype, tensor.numel()) for tensor in saved] == kept
+
+    @pytest.mark.parametrize("axis", [None, 0, 1])
+    @pytest.mark.parametrize("gradient", ["expanded", "transposed", "contiguous"])
+    def test_gradients_where_some_blocks_are_clipped(self, axis: int | None, gradient: str) -> None:
+        scheme = QScheme(axis=axis)
+        x = torch.rand(32, 48, 16, 16)
+        assert x.numel() > 2 * BLOCK_NUMEL
+        x[-1, 5, 3, 2] = 1e3
+        x.requires_grad_()
+        scale, zero_point = torch.full((1,), 0.01), torch.full((1,), -100, dtype=torch.int32)
+        given = {
+            "expanded": torch.tensor(3.0).expand(x.shape),
+            "transposed": torch.randn(x.shape).transpose(2, 3),
+            "contiguous": torch.randn(x.shape),
+        }[gradient]
+        before = given.clone()
+        (ours,) = torch.autograd.grad(fake_quantize(x, scale, zero_point, scheme), x, given)
+        expected = given * (x < 2.275)  # code 127.5
+        assert torch.equal(ours, expected)
+        assert torch.equal(given, before)
+
+    def test_gradient_of_the_gradient(self) -> None:
+        x = torch.tensor([-9.0, 0.3, 0.8], requires_grad=True)
+        (first,) = torch.autograd.grad(
+            fake_quantize(x, torch.tensor(0.5), torch.tensor(0), QScheme(bits=4)).square().sum(), x, create_graph=True
+        )
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert second.tolist() == [0.0, 2.0, 2.0]
+
+    @pytest.mark.parametrize("axis", [None, 0, 1])
+    def test_views_with_gaps(self, axis: int | None) -> None:
+        scheme = QScheme(axis=axis)
+        x = torch.randn(7, 7, 9)[:, :, 1:8].mul(2).requires_grad_()
+        scale, zero_point = grid(scheme, 7)
+        assert torch.equal(
+            fake_quantize(x, scale, zero_point, scheme), fake_quantize(x.contiguous(), scale, zero_point, scheme)
+        )
 
     def test_huge_values_saturate_and_nan_stays(self) -> None:
         x = torch.tensor([-math.inf, -1e38, 1e38, math.inf, math.nan], requires_grad=True)

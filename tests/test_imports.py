@@ -15,6 +15,7 @@ PACKAGE = Path(qlightning.__file__).parent
 LAYERS = (
     ("errors", "files", "strict_json", "table", "version"),
     ("qscheme",),
+    ("blocks",),
     ("affine",),
     ("qparams",),
     ("tensor", "observers"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qlightning import affine
+from qlightning.blocks import in_memory_order
 from qlightning.errors import ConfigError, NonFiniteError
 from qlightning.qscheme import QScheme
 
@@ -284,17 +285,10 @@ class Observer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def in_memory_order(x: Tensor) -> Tensor:
-    """Returns the elements as they lie in memory, 1-d: channels_last needs no copy, and no slow strides."""
-    if x.is_contiguous():
-        return x.view(-1)
-    return x.permute(sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])).reshape(-1)
-
-
 def _extremes(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     """Returns the float32 minimum and maximum, NaN where there is NaN."""
     if axis is None:
-        low, high = torch.aminmax(x if x.is_contiguous() else in_memory_order(x))
+        low, high = torch.aminmax(in_memory_order(x))
         return (low, high) if low.dtype is torch.float32 else (low.float(), high.float())
     if not -x.ndim <= axis < x.ndim:
         raise ConfigError(f"QScheme axis={axis}: a tensor of shape {tuple(x.shape)} has no such dimension.")

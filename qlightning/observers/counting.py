@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qlightning import affine
+from qlightning.blocks import BLOCK_NUMEL, in_memory_order
 from qlightning.errors import CalibrationError, ConfigError
-from qlightning.observers.base import Observer, in_memory_order
+from qlightning.observers.base import Observer
 from qlightning.qscheme import QScheme
 
 MIN_BINS = 256
@@ -184,8 +184,8 @@ def _first_bin(low: Tensor, width: Tensor) -> Tensor:
 
 def _count(x: Tensor, width: float, first: int, bins: int) -> Tensor:
     """Returns the histogram of a tensor."""
-    flat = in_memory_order(x)
-    size = min(affine.BLOCK_NUMEL if x.is_cpu else flat.numel(), flat.numel())
+    flat = in_memory_order(x).reshape(-1)
+    size = min(BLOCK_NUMEL if x.is_cpu else flat.numel(), flat.numel())
     # Neighbours count in tables of their own: runs of equal values (zeros behind a ReLU) need not wait for each other.
     tables = TABLES if bins <= 2**12 else 1
     start = torch.arange(size, dtype=torch.float32, device=x.device).remainder_(tables).mul_(bins).sub_(first)
@@ -207,7 +207,7 @@ def _count_channels(x: Tensor, width: Tensor, first: Tensor, bins: int, axis: in
     start = torch.arange(channels, device=x.device).mul(bins).sub(first).reshape(shape)
     counts = torch.zeros(channels * bins + 1, dtype=torch.int64, device=x.device)
     dim = max((d for d in range(x.ndim) if d != axis), key=lambda d: x.shape[d], default=axis)
-    rows = max(1, affine.BLOCK_NUMEL * x.shape[dim] // x.numel()) if x.is_cpu and dim != axis else x.shape[dim]
+    rows = max(1, BLOCK_NUMEL * x.shape[dim] // x.numel()) if x.is_cpu and dim != axis else x.shape[dim]
     for block in x.split(rows, dim):
         numbers = (block * inverse).floor()
         counted = numbers.isfinite()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qlightning import affine
+from qlightning.blocks import BLOCK_NUMEL
 from qlightning.errors import ConfigError
 from qlightning.observers.base import Observer
 from qlightning.qscheme import QScheme
@@ -86,7 +87,7 @@ class MSEObserver(Observer):
         bounds = largest * (torch.arange(self.steps, 0, -1, device=rows.device) / self.steps)
         lows, highs = torch.maximum(low.unsqueeze(1), -bounds), torch.minimum(high.unsqueeze(1), bounds)
         # All at once for few values; for many so few that they stay in the cache.
-        some = max(1, affine.BLOCK_NUMEL // rows.numel())
+        some = max(1, BLOCK_NUMEL // rows.numel())
         errors = [self._errors(rows, *ends) for ends in zip(lows.split(some, 1), highs.split(some, 1), strict=True)]
         index = torch.cat(errors, 1).argmin(1, keepdim=True)
         return lows.gather(1, index).squeeze(1), highs.gather(1, index).squeeze(1)

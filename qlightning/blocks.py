@@ -1,0 +1,178 @@
+"""Fake-quantize on CPU: in blocks that stay in the cache, and with a mask only where something was clipped.
+
+PyTorch's own CPU kernels for this are not vectorised, nor are its comparisons that make bools and its products with
+these. What is used here is: a pass each for product, rounding and scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qlightning.qscheme import QScheme
+
+BLOCK_NUMEL = 2**17
+"""Elements worked on at a time on CPU, so that the passes over them stay in the cache (2x on tensors of 10 million)."""
+
+_ZERO = torch.zeros((), device="cpu")
+
+
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, inside: bool = False) -> Tensor:
+    """Returns ``x`` on the grid, with straight-through gradients; the maths of `qlightning.affine.fake_quantize`.
+
+    The backward keeps one bool for each element of the blocks in which something was clipped, and nothing else.
+
+    Args:
+        x: Floating point values on a CPU.
+        scale: float32, shaped to broadcast over ``x``; with 0 dimensions per tensor.
+        zero_point: As the scale.
+        scheme: The grid.
+        inside: It is known that no value of ``x`` lies off the grid, which spares a pass.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _StraightThrough.apply(x, scale, zero_point, scheme, inside)
+    return _round_trip(x.detach(), scale, zero_point, scheme, inside, None)[0]
+
+
+def in_memory_order(x: Tensor) -> Tensor:
+    """Returns the dimensions of ``x`` in the order of its memory: a view, contiguous where it has no gaps."""
+    if x.is_contiguous():
+        return x
+    return x.permute(_memory_order(x))
+
+
+def _memory_order(x: Tensor) -> tuple[int, ...]:
+    strides = x.stride()
+    return tuple(sorted(range(x.ndim), key=lambda dim: -strides[dim]))
+
+
+@dataclass
+class _Cut:
+    """How tensors of one shape and memory layout are cut into blocks.
+
+    Attributes:
+        order: The dimensions in the order of memory; None for a contiguous tensor.
+        shape: What they are viewed as: 1-d, (channels, elements of each), or the shape of the tensor.
+        rows: How many of the first dimension make a block.
+    """
+
+    order: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    rows: int
+
+    @classmethod
+    def of(cls, x: Tensor, scale: Tensor) -> _Cut:
+        """Cuts a tensor without gaps so that ``scale``, which broadcasts over it, can be cut along with it."""
+        numel = x.numel()
+        order = None if x.is_contiguous() else _memory_order(x)
+        shape: tuple[int, ...]
+        if scale.numel() == 1:
+            shape = (numel,)
+        elif scale.shape[0] > 1 and (order is None or order[0] == 0):
+            shape = (x.shape[0], numel // x.shape[0])
+        else:
+            order, shape = None, tuple(x.shape)
+        return cls(order, shape, max(1, BLOCK_NUMEL * shape[0] // max(numel, 1)))
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The blocks of a tensor of the same shape and layout, as views."""
+        ordered = x if self.order is None else x.permute(self.order)
+        viewed = ordered.view(self.shape)
+        return (viewed,) if self.shape[0] <= self.rows else viewed.split(self.rows)
+
+    def qparams(self, qparam: Tensor) -> tuple[Tensor, ...]:
+        """What belongs to each block of a scale or a zero point, shaped to broadcast over the block."""
+        first = self.shape[0]
+        blocks = (first + self.rows - 1) // self.rows
+        if qparam.numel() == 1:
+            return (qparam.reshape(()),) * blocks
+        if len(self.shape) == 2:
+            qparam = qparam.reshape(-1, 1) if qparam.shape[0] > 1 else qparam
+        return qparam.split(self.rows) if qparam.shape[0] > 1 else (qparam,) * blocks
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Fake-quantize with the gradient of the identity inside the grid."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, inside: bool) -> Tensor:
+        masks: dict[int, Tensor] = {}
+        out, ctx.cut = _round_trip(x, scale, zero_point, scheme, inside, masks)
+        if masks:
+            ctx.clipped, ctx.layout = tuple(masks), (out.shape, out.stride())
+            ctx.save_for_backward(*masks.values())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (grad,) = grads
+        if not (masks := ctx.saved_tensors):
+            return grad, None, None, None, None
+        clipped = dict(zip(ctx.clipped, masks, strict=True))
+        shape, stride = ctx.layout
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: no writing in place
+            mask = torch.empty_strided(shape, stride, dtype=torch.bool).fill_(True)
+            for index, part in enumerate(ctx.cut(mask)):
+                if index in clipped:
+                    part.copy_(clipped[index])
+            return grad * mask, None, None, None, None
+        if grad.stride() != stride:
+            grad = torch.empty_strided(shape, stride, dtype=grad.dtype).copy_(grad)
+        masked = torch.empty_like(grad)
+        for index, (part, given) in enumerate(zip(ctx.cut(masked), ctx.cut(grad), strict=True)):
+            if index in clipped:
+                torch.mul(given, clipped[index].to(grad.dtype), out=part)
+            else:
+                part.copy_(given)
+        return masked, None, None, None, None
+
+
+def _round_trip(
+    x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, inside: bool, masks: dict[int, Tensor] | None
+) -> tuple[Tensor, _Cut]:
+    """Fake-quantizes a tensor; ``masks`` gets which elements lie on the grid, for the blocks in which not all do."""
+    if not in_memory_order(x).is_contiguous():
+        x = x.contiguous()
+    out = torch.empty_like(x)
+    cut = _Cut.of(x, scale)
+    if not x.numel():
+        return out, cut
+    single = float(scale) if scale.numel() == 1 else None
+    zero: Any = zero_point
+    if zero_point.numel() == 1:
+        zero = int(zero_point)
+    elif scheme.symmetric:
+        zero = scheme.middle
+    tensors = (cut(x), cut(out), cut.qparams(scale), cut.qparams(scale.reciprocal()))
+    zeros = cut.qparams(zero) if isinstance(zero, Tensor) else (zero,) * len(tensors[0])
+    for index, (given, result, scales, inverse, offset) in enumerate(zip(*tensors, zeros, strict=True)):
+        # Codes less their zero point: clamping these to the grid less its zero point is one pass fewer.
+        codes = torch.mul(given, inverse, out=result) if x.dtype is torch.float32 else given.float().mul_(inverse)
+        codes.round_()
+        low, high = scheme.quant_min - offset, scheme.quant_max - offset
+        if not inside and masks is None:
+            codes.clamp_(low, high)
+        elif not inside and not _within(codes, low, high):
+            assert masks is not None
+            clamped = codes.clamp(low, high)
+            masks[index] = codes.eq_(clamped).to(torch.bool)  # eq(), which makes a bool, is not vectorised
+            codes.copy_(clamped)
+        # Adding zero turns -0.0 into 0.0, as codes have one zero only.
+        if single is not None:
+            torch.add(_ZERO, codes, alpha=single, out=codes)
+        else:
+            codes.add_(0.0).mul_(scales)
+        if codes is not result:
+            result.copy_(codes)
+    return out, cut
+
+
+def _within(codes: Tensor, low: Any, high: Any) -> bool:
+    """Whether all codes lie between two bounds; NaN does not."""
+    if isinstance(low, Tensor):
+        return False
+    lowest, highest = torch.aminmax(codes)
+    return low <= lowest.item() and highest.item() <= high
