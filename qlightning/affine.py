@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qlightning import blocks
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError
 from qlightning.qscheme import QScheme
+from qlightning.single import are_single, float32
 
 SCALE_MIN = 2.0**-60
 """The smallest scale, for ranges of zero width: the product of two, as kernels compute it, still has a reciprocal."""
@@ -51,6 +52,11 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
         >>> round(scale.item(), 4), zero_point.item()
         (0.01, 0)
     """
+    if are_single(min_val, max_val):
+        single = _single_qparams(min_val.item(), max_val.item(), scheme)
+        if single is not None:
+            scale = torch.scalar_tensor(single[0], dtype=torch.float32, device="cpu")
+            return scale, torch.scalar_tensor(single[1], dtype=torch.int32, device="cpu")
     ordinary = False
     if not torch.compiler.is_compiling():
         # One number tells that all is well; what is not, or beyond float32, is looked at closely.
@@ -58,11 +64,11 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
         ordinary = narrowest.item() >= 0 and widest.item() < math.inf
         if not ordinary:
             _check_range(min_val, max_val)
-    low, high = min_val.clamp(max=0.0), max_val.clamp(min=0.0)
     levels = float(scheme.quant_max - scheme.quant_min)
     if scheme.symmetric:
-        scale = torch.maximum(-low, high) / (levels / 2)
+        scale = torch.maximum(-min_val, max_val) / (levels / 2)
         return scale.clamp(min=SCALE_MIN), torch.full_like(scale, scheme.middle, dtype=torch.int32)
+    low, high = min_val.clamp(max=0.0), max_val.clamp(min=0.0)
     scale = (high - low) / levels
     if not ordinary:
         # The span of a huge range is no float32, its quotient is. (Dividing first is one bit off torch.ao elsewhere.)
@@ -70,6 +76,22 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
     scale = scale.clamp(min=SCALE_MIN)
     zero_point = scheme.quant_min - torch.round(low / scale).to(torch.int32)
     return scale, zero_point.clamp(scheme.quant_min, scheme.quant_max)
+
+
+def _single_qparams(low: float, high: float, scheme: QScheme) -> tuple[float, int] | None:
+    """Scale and zero point of one ordinary range; None for any other, which has to be looked at."""
+    if not 0 <= float32(high - low) < math.inf:
+        return None
+    low, high = min(low, 0.0), max(high, 0.0)
+    levels = float(scheme.quant_max - scheme.quant_min)
+    if scheme.symmetric:
+        return max(float32(max(-low, high) / (levels / 2)), SCALE_MIN), scheme.middle
+    scale = float32(float32(high - low) / levels)
+    if math.isinf(scale):
+        return None
+    scale = max(scale, SCALE_MIN)
+    zero_point = scheme.quant_min - round(float32(low / scale))
+    return scale, min(max(zero_point, scheme.quant_min), scheme.quant_max)
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme) -> Tensor:
@@ -116,7 +138,13 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor, axis: int | Non
     return (codes.float() - zero_point).mul_(scale)
 
 
-def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme) -> Tensor:
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    scheme: QScheme,
+    extremes: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Returns ``x`` rounded to the grid, still in floating point: ``dequantize(quantize(x))`` bit for bit.
 
     Its gradient is the straight-through estimator: it passes where the code lies in the grid, and is zero where it was
@@ -130,6 +158,8 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme)
         scale: 0-d, or 1-d with one value for each slice along ``scheme.axis``. It gets no gradient.
         zero_point: As the scale.
         scheme: The grid.
+        extremes: The lowest and the highest value of ``x``, shaped as the scale, where they are known: spares a pass
+            where none is clamped.
 
     Returns:
         A tensor with the shape, memory format and dtype of ``x``. Low-precision inputs are computed in float32.
@@ -148,7 +178,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme)
     """
     scale, zero_point = _aligned(scale, x, scheme.axis), _aligned(zero_point, x, scheme.axis)
     if x.is_cpu and type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling():
-        return blocks.fake_quantize(x, scale, zero_point, scheme)
+        return blocks.fake_quantize(x, scale, zero_point, scheme, extremes)
     if torch.is_grad_enabled() and x.requires_grad:
         return _StraightThrough.apply(x, scale, zero_point, scheme)
     return _round_trip(x.detach(), scale, zero_point, scheme, with_mask=False)[0]
@@ -212,6 +242,8 @@ def _round_trip(
 def _aligned(qparam: Tensor, x: Tensor, axis: int | None) -> Tensor:
     """Returns a scale or zero point as float32, shaped to broadcast over ``x``."""
     if axis is None:
+        if qparam.ndim == 0 and qparam.dtype is torch.float32 and not qparam.requires_grad:
+            return qparam
         if qparam.numel() != 1:
             raise ConfigError(
                 f"A per-tensor scheme takes one scale and zero point, got {qparam.numel()}. Set its axis."

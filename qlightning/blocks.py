@@ -20,7 +20,9 @@ BLOCK_NUMEL = 2**17
 _ZERO = torch.zeros((), device="cpu")
 
 
-def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, inside: bool = False) -> Tensor:
+def fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, extremes: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """Returns ``x`` on the grid, with straight-through gradients; the maths of `qlightning.affine.fake_quantize`.
 
     The backward keeps one bool for each element of the blocks in which something was clipped, and nothing else.
@@ -30,11 +32,57 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme,
         scale: float32, shaped to broadcast over ``x``; with 0 dimensions per tensor.
         zero_point: As the scale.
         scheme: The grid.
-        inside: It is known that no value of ``x`` lies off the grid, which spares a pass.
+        extremes: The lowest and the highest value of ``x``, or of each of its channels, where they are known.
     """
+    grid = _Grid.of(scale, zero_point, scheme, extremes, x.numel())
     if torch.is_grad_enabled() and x.requires_grad:
-        return _StraightThrough.apply(x, scale, zero_point, scheme, inside)
-    return _round_trip(x.detach(), scale, zero_point, scheme, inside, None)[0]
+        return _StraightThrough.apply(x, grid)
+    return _round_trip(x.detach(), grid, None)[0]
+
+
+@dataclass
+class _Grid:
+    """A grid in the form that the passes take.
+
+    Attributes:
+        scale: float32, 0-d or shaped to broadcast over the tensor.
+        step: The scale as a number, where there is one only.
+        low: The lowest code less the zero point: a number, or a tensor where zero points differ.
+        high: The highest, likewise.
+        inside: Nothing that will be rounded lies off the grid.
+    """
+
+    scale: Tensor
+    step: float | None
+    low: Any
+    high: Any
+    inside: bool
+
+    @classmethod
+    def of(
+        cls, scale: Tensor, zero_point: Tensor, scheme: QScheme, extremes: tuple[Tensor, Tensor] | None, numel: int
+    ) -> _Grid:
+        zero: Any = zero_point
+        if scheme.symmetric and scheme.signed:
+            zero = 0
+        elif zero_point.numel() == 1:
+            zero = int(zero_point)
+        step = scale.item() if scale.numel() == 1 else None
+        grid = cls(scale, step, scheme.quant_min - zero, scheme.quant_max - zero, False)
+        if extremes is not None:
+            grid.inside = grid._holds(*extremes, numel)
+        return grid
+
+    def _holds(self, lowest: Tensor, highest: Tensor, numel: int) -> bool:
+        """Whether values between two bounds are surely rounded to codes of the grid; no may be a mistake."""
+        low, high = self.low - 0.49, self.high + 0.49
+        if self.step is not None and lowest.ndim == 0:
+            return low * self.step <= lowest.item() and highest.item() <= high * self.step
+        if numel <= BLOCK_NUMEL or self.scale.numel() != lowest.numel():
+            return False  # looking at the codes is faster, or has to be
+        low, high = (bound.reshape(-1) if isinstance(bound, Tensor) else bound for bound in (low, high))
+        scale = self.scale.reshape(-1)
+        return bool(((scale * low <= lowest) & (highest <= scale * high)).all())
 
 
 def in_memory_order(x: Tensor) -> Tensor:
@@ -83,14 +131,16 @@ class _Cut:
         viewed = ordered.view(self.shape)
         return (viewed,) if self.shape[0] <= self.rows else viewed.split(self.rows)
 
-    def qparams(self, qparam: Tensor) -> tuple[Tensor, ...]:
-        """What belongs to each block of a scale or a zero point, shaped to broadcast over the block."""
+    def along(self, qparam: Any) -> tuple[Any, ...]:
+        """What belongs to each block of a scale, or of a bound, shaped to broadcast over the block."""
         first = self.shape[0]
         blocks = (first + self.rows - 1) // self.rows
+        if not isinstance(qparam, Tensor):
+            return (qparam,) * blocks
         if qparam.numel() == 1:
             return (qparam.reshape(()),) * blocks
-        if len(self.shape) == 2:
-            qparam = qparam.reshape(-1, 1) if qparam.shape[0] > 1 else qparam
+        if len(self.shape) == 2 and qparam.shape[0] == first:
+            qparam = qparam.reshape(-1, 1)
         return qparam.split(self.rows) if qparam.shape[0] > 1 else (qparam,) * blocks
 
 
@@ -98,19 +148,21 @@ class _StraightThrough(torch.autograd.Function):
     """Fake-quantize with the gradient of the identity inside the grid."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, inside: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, grid: _Grid) -> Tensor:
         masks: dict[int, Tensor] = {}
-        out, ctx.cut = _round_trip(x, scale, zero_point, scheme, inside, masks)
+        out, ctx.cut = _round_trip(x, grid, masks)
         if masks:
             ctx.clipped, ctx.layout = tuple(masks), (out.shape, out.stride())
             ctx.save_for_backward(*masks.values())
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         if not (masks := ctx.saved_tensors):
-            return grad, None, None, None, None
+            return grad, None
+        if ctx.cut is None:
+            return grad * masks[0].to(grad.dtype), None
         clipped = dict(zip(ctx.clipped, masks, strict=True))
         shape, stride = ctx.layout
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted: no writing in place
@@ -118,7 +170,7 @@ class _StraightThrough(torch.autograd.Function):
             for index, part in enumerate(ctx.cut(mask)):
                 if index in clipped:
                     part.copy_(clipped[index])
-            return grad * mask, None, None, None, None
+            return grad * mask, None
         if grad.stride() != stride:
             grad = torch.empty_strided(shape, stride, dtype=grad.dtype).copy_(grad)
         masked = torch.empty_like(grad)
@@ -127,47 +179,56 @@ class _StraightThrough(torch.autograd.Function):
                 torch.mul(given, clipped[index].to(grad.dtype), out=part)
             else:
                 part.copy_(given)
-        return masked, None, None, None, None
+        return masked, None
 
 
-def _round_trip(
-    x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, inside: bool, masks: dict[int, Tensor] | None
-) -> tuple[Tensor, _Cut]:
+def _round_trip(x: Tensor, grid: _Grid, masks: dict[int, Tensor] | None) -> tuple[Tensor, _Cut | None]:
     """Fake-quantizes a tensor; ``masks`` gets which elements lie on the grid, for the blocks in which not all do."""
+    inverse = grid.scale.reciprocal()
+    if x.numel() <= BLOCK_NUMEL:
+        codes = x * inverse if x.dtype is torch.float32 else x.float() * inverse
+        mask = _round(
+            codes, grid.scale, grid.step, grid.low, grid.high, grid.inside or not codes.numel(), masks is None
+        )
+        if mask is not None:
+            assert masks is not None
+            masks[0] = mask
+        return codes.to(x.dtype), None
     if not in_memory_order(x).is_contiguous():
         x = x.contiguous()
     out = torch.empty_like(x)
-    cut = _Cut.of(x, scale)
-    if not x.numel():
-        return out, cut
-    single = float(scale) if scale.numel() == 1 else None
-    zero: Any = zero_point
-    if zero_point.numel() == 1:
-        zero = int(zero_point)
-    elif scheme.symmetric:
-        zero = scheme.middle
-    tensors = (cut(x), cut(out), cut.qparams(scale), cut.qparams(scale.reciprocal()))
-    zeros = cut.qparams(zero) if isinstance(zero, Tensor) else (zero,) * len(tensors[0])
-    for index, (given, result, scales, inverse, offset) in enumerate(zip(*tensors, zeros, strict=True)):
-        # Codes less their zero point: clamping these to the grid less its zero point is one pass fewer.
-        codes = torch.mul(given, inverse, out=result) if x.dtype is torch.float32 else given.float().mul_(inverse)
-        codes.round_()
-        low, high = scheme.quant_min - offset, scheme.quant_max - offset
-        if not inside and masks is None:
-            codes.clamp_(low, high)
-        elif not inside and not _within(codes, low, high):
+    cut = _Cut.of(x, grid.scale)
+    parts = (cut(x), cut(out), *map(cut.along, (grid.scale, inverse, grid.low, grid.high)))
+    for index, (given, result, scale, inv, low, high) in enumerate(zip(*parts, strict=True)):
+        codes = torch.mul(given, inv, out=result) if x.dtype is torch.float32 else given.float().mul_(inv)
+        mask = _round(codes, scale, grid.step, low, high, grid.inside, masks is None)
+        if mask is not None:
             assert masks is not None
-            clamped = codes.clamp(low, high)
-            masks[index] = codes.eq_(clamped).to(torch.bool)  # eq(), which makes a bool, is not vectorised
-            codes.copy_(clamped)
-        # Adding zero turns -0.0 into 0.0, as codes have one zero only.
-        if single is not None:
-            torch.add(_ZERO, codes, alpha=single, out=codes)
-        else:
-            codes.add_(0.0).mul_(scales)
+            masks[index] = mask
         if codes is not result:
             result.copy_(codes)
     return out, cut
+
+
+def _round(
+    codes: Tensor, scale: Tensor, step: float | None, low: Any, high: Any, inside: bool, maskless: bool
+) -> Tensor | None:
+    """Turns quotients by the scale into values on the grid, in place; returns which were on it, if not all were."""
+    codes.round_()
+    mask = None
+    # Codes less their zero point: clamping these to the grid less its zero point is one pass fewer.
+    if not inside and maskless:
+        codes.clamp_(low, high)
+    elif not inside and not _within(codes, low, high):
+        clamped = codes.clamp(low, high)
+        mask = codes.eq_(clamped).to(torch.bool)  # eq(), which makes a bool, is not vectorised
+        codes.copy_(clamped)
+    # Adding zero turns -0.0 into 0.0, as codes have one zero only.
+    if step is not None:
+        torch.add(_ZERO, codes, alpha=step, out=codes)
+    else:
+        codes.add_(0.0).mul_(scale)
+    return mask
 
 
 def _within(codes: Tensor, low: Any, high: Any) -> bool:

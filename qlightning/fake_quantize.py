@@ -72,12 +72,15 @@ class FakeQuantize(nn.Module):
         if self.calibrating:
             self._observe(x)
             return x
+        extremes = None
         if self.training and self.observer_enabled:
             self._observe(x)
             self.refresh()
+            if not torch.compiler.is_compiling():  # what a graph reads is guarded, and compiles anew when it changes
+                extremes = getattr(self.observer, "batch_range", None)
         if not (self.fake_quant_enabled and self.observed):
             return x
-        return fake_quantize(x, self.scale, self.zero_point, self.scheme)
+        return fake_quantize(x, self.scale, self.zero_point, self.scheme, extremes)
 
     def _observe(self, x: Tensor) -> None:
         if torch.compiler.is_compiling():
@@ -119,7 +122,9 @@ class FakeQuantize(nn.Module):
             self.zero_point.resize_(scale.shape)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
-        self.observed = True
+        # Writing an attribute of a module takes longer than reading it; a graph would guard what it reads.
+        if torch.compiler.is_compiling() or not self.observed:
+            self.observed = True
 
     def reset(self) -> None:
         """Forgets what was observed; an observer of others forgets where it has ``reset()``."""
@@ -234,7 +239,9 @@ class WeightFakeQuantize(FakeQuantize):
 
     def _observe(self, x: Tensor) -> None:
         # The whole weight is seen every time, so what it was before does not count.
-        if callable(reset := getattr(self.observer, "reset", None)):
+        if isinstance(self.observer, Observer):
+            self.observer.reset_states()
+        elif callable(reset := getattr(self.observer, "reset", None)):
             reset()
         super()._observe(x)
 

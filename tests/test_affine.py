@@ -89,11 +89,14 @@ class TestCalculateQparams:
 
     @every_scheme
     def test_scalars_and_channels_agree(self, scheme: QScheme) -> None:
-        scale, zero_point = calculate_qparams(LOW, HIGH, scheme)
+        random_low, random_high = random_ranges()
+        low = torch.cat((LOW, random_low, random_low * 1e-39))  # the last are beyond the normal numbers
+        high = torch.cat((HIGH, random_high, random_high * 1e-39))
+        scale, zero_point = calculate_qparams(low, high, scheme)
         assert scale.dtype == torch.float32
         assert zero_point.dtype == torch.int32
-        for index in range(len(RANGES)):
-            one_scale, one_zero_point = calculate_qparams(LOW[index], HIGH[index], scheme)
+        for index in range(len(low)):
+            one_scale, one_zero_point = calculate_qparams(low[index], high[index], scheme)
             assert one_scale.shape == one_zero_point.shape == ()
             assert torch.equal(one_scale, scale[index])
             assert torch.equal(one_zero_point, zero_point[index])
@@ -346,6 +349,24 @@ class TestFakeQuantize:
         )
         (second,) = torch.autograd.grad(first.sum(), x)
         assert second.tolist() == [0.0, 2.0, 2.0]
+
+    @pytest.mark.parametrize("axis", [None, 0, 1])
+    @pytest.mark.parametrize("reach", [1.0, 127.4, 127.6, 300.0, math.nan, math.inf])
+    @pytest.mark.parametrize("shape", [(4, 6), (4, 2 * BLOCK_NUMEL)], ids=["small", "large"])
+    def test_known_extremes_change_nothing(self, shape: tuple[int, int], reach: float, axis: int | None) -> None:
+        scheme = QScheme(symmetric=True, axis=axis)
+        channels = 1 if axis is None else shape[axis]
+        scale, zero_point = torch.full((channels,), 0.1), torch.zeros(channels, dtype=torch.int32)
+        x = torch.rand(shape)
+        x[2, 3] = reach * 0.1
+        dims = [dim for dim in range(2) if dim != axis]
+        extremes = x.amin(dims), x.amax(dims)
+        x.requires_grad_()
+        results = [fake_quantize(x, scale, zero_point, scheme, known) for known in (None, extremes)]
+        gradients = [torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in results]
+        assert torch.equal(*(y.view(torch.int32) for y in results))
+        assert torch.equal(*gradients)
+        assert gradients[0].sum() == x.numel() - (not reach < 127.5)
 
     @pytest.mark.parametrize("axis", [None, 0, 1])
     def test_views_with_gaps(self, axis: int | None) -> None:

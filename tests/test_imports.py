@@ -13,7 +13,7 @@ import qlightning
 PACKAGE = Path(qlightning.__file__).parent
 # From the bottom to the top; a part imports what is below it, and itself.
 LAYERS = (
-    ("errors", "files", "strict_json", "table", "version"),
+    ("errors", "files", "single", "strict_json", "table", "version"),
     ("qscheme",),
     ("blocks",),
     ("affine",),

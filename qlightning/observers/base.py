@@ -38,6 +38,8 @@ class Observer(nn.Module):
     Attributes:
         seen_dtype: The dtype of the last tensor (before it became float32), or None. Not saved.
         seen_shapes: The first few different shapes. Not saved.
+        batch_range: The minimum and maximum of the last tensor, along the scheme's axis; None where they are not
+            finite, or not known. Not saved.
 
     Raises:
         ConfigError: A setting is unknown.
@@ -75,6 +77,7 @@ class Observer(nn.Module):
         self.seen_shapes: list[tuple[int, ...]] = []
         self._defaults: dict[str, Tensor] = {}
         self._reductions: dict[str, Reduction] = {}
+        self.batch_range: tuple[Tensor, Tensor] | None = None
         self._extremes: tuple[Tensor, Tensor] | None = None
         # No buffer: averages of a model and DDP go through all buffers, and have nothing to do with it.
         self._met_nonfinite = torch.zeros((), dtype=torch.bool)
@@ -124,10 +127,14 @@ class Observer(nn.Module):
 
     def reset(self) -> None:
         """Forgets everything seen."""
-        for name, default in self._defaults.items():
-            self.set_state(name, default)
+        self.reset_states()
         self.seen_dtype = None
         self.seen_shapes = []
+
+    def reset_states(self) -> None:
+        """Gives the statistic its default, and keeps what is known of the tensors seen."""
+        for name, default in self._defaults.items():
+            self.set_state(name, default)
 
     @torch.no_grad()
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
@@ -180,7 +187,9 @@ class Observer(nn.Module):
         if torch.compiler.is_compiling() and self._observe_in_graph(seen):
             return x
         low, high = _extremes(seen, self.scheme.axis)
+        self.batch_range = low, high
         if not all_finite(low, high):
+            self.batch_range = None
             if self.nonfinite == "raise":
                 raise self._nonfinite_error(f"a tensor of shape {tuple(x.shape)} ({x.dtype})")
             seen, low, high = _without_nonfinite(seen, self.scheme.axis, self._keeps_gaps)

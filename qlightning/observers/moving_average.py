@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from qlightning.errors import ConfigError
 from qlightning.observers.base import all_finite
 from qlightning.observers.minmax import MinMaxObserver
 from qlightning.qscheme import QScheme
+from qlightning.single import are_single, float32
 
 
 class MovingAverageObserver(MinMaxObserver):
@@ -48,6 +50,13 @@ class MovingAverageObserver(MinMaxObserver):
 
     def update_range(self, low: Tensor, high: Tensor) -> None:
         old_low, old_high = self.min_val, self.max_val
+        if are_single(low, high, old_low, old_high):
+            rate = float32(self.averaging_constant)
+            single = [_moved(old.item(), new.item(), rate) for old, new in ((old_low, low), (old_high, high))]
+            if all(map(math.isfinite, single)):
+                old_low.fill_(single[0])
+                old_high.fill_(single[1])
+                return
         in_graph = torch.compiler.is_compiling()
         if not in_graph:
             min_val = (low - old_low).mul_(self.averaging_constant).add_(old_low)
@@ -67,3 +76,7 @@ class MovingAverageObserver(MinMaxObserver):
         weighted = (1 - self.averaging_constant) * old + self.averaging_constant * new
         average = torch.where(average.isfinite(), average, weighted)
         return torch.where(old.isinf(), new, torch.where(new.isinf(), old, average))
+
+
+def _moved(old: float, new: float, rate: float) -> float:
+    return float32(float32(float32(new - old) * rate) + old)

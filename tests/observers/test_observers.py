@@ -397,6 +397,14 @@ def test_extremes_equal_torch_ao_to_the_bit(kind: Kind, name: str, settings: dic
 
 
 class TestMovingAverage:
+    @pytest.mark.parametrize("constant", [0.01, 0.3, 1.0])
+    def test_one_range_moves_as_one_of_several(self, constant: float) -> None:
+        batches = [torch.randn(64, 5) * 10 ** torch.empty(64, 1).uniform_(-40, 38) for _ in range(20)]
+        channels = fed(MovingAverageObserver(QScheme(axis=0), constant), batches)
+        for index in range(64):
+            one = fed(MovingAverageObserver(QScheme(), constant), [batch[index] for batch in batches])
+            assert torch.equal(torch.stack(one.range()), torch.stack(channels.range())[:, index])
+
     @pytest.mark.parametrize("constant", [0.0, -0.1, 1.5, math.nan])
     def test_the_constant_is_a_weight(self, constant: float) -> None:
         with pytest.raises(ConfigError, match="averaging_constant"):
