@@ -66,8 +66,8 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
             _check_range(min_val, max_val)
     levels = float(scheme.quant_max - scheme.quant_min)
     if scheme.symmetric:
-        scale = torch.maximum(-min_val, max_val) / (levels / 2)
-        return scale.clamp(min=SCALE_MIN), torch.full_like(scale, scheme.middle, dtype=torch.int32)
+        scale = symmetric_scale(min_val, max_val, scheme)
+        return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
     low, high = min_val.clamp(max=0.0), max_val.clamp(min=0.0)
     scale = (high - low) / levels
     if not ordinary:
@@ -76,6 +76,30 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
     scale = scale.clamp(min=SCALE_MIN)
     zero_point = scheme.quant_min - torch.round(low / scale).to(torch.int32)
     return scale, zero_point.clamp(scheme.quant_min, scheme.quant_max)
+
+
+def symmetric_scale(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> Tensor:
+    """Returns the scale of the symmetric grid that covers a range, of which nothing is checked."""
+    levels = float(scheme.quant_max - scheme.quant_min)
+    return torch.maximum(-min_val, max_val).div_(levels / 2).clamp_(min=SCALE_MIN)
+
+
+def is_inside(lowest: Tensor, highest: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme) -> bool:
+    """Whether values between two bounds are surely not clamped; it costs nothing, so only single numbers are looked at.
+
+    Args:
+        lowest: The lowest value.
+        highest: The highest.
+        scale: Of the grid.
+        zero_point: Likewise.
+        scheme: Likewise.
+    """
+    if not are_single(lowest, highest, scale):
+        return False
+    step, zero = scale.item(), zero_point.item()
+    # Rounding moves a code by less than 0.01 beside a half.
+    reach = (scheme.quant_min - zero - 0.49) * step, (scheme.quant_max - zero + 0.49) * step
+    return bool(reach[0] <= lowest.item() and highest.item() <= reach[1])
 
 
 def _single_qparams(low: float, high: float, scheme: QScheme) -> tuple[float, int] | None:
@@ -143,7 +167,7 @@ def fake_quantize(
     scale: Tensor,
     zero_point: Tensor,
     scheme: QScheme,
-    extremes: tuple[Tensor, Tensor] | None = None,
+    inside: bool = False,
 ) -> Tensor:
     """Returns ``x`` rounded to the grid, still in floating point: ``dequantize(quantize(x))`` bit for bit.
 
@@ -158,8 +182,7 @@ def fake_quantize(
         scale: 0-d, or 1-d with one value for each slice along ``scheme.axis``. It gets no gradient.
         zero_point: As the scale.
         scheme: The grid.
-        extremes: The lowest and the highest value of ``x``, shaped as the scale, where they are known: spares a pass
-            where none is clamped.
+        inside: It is known that nothing will be clamped, which spares a pass.
 
     Returns:
         A tensor with the shape, memory format and dtype of ``x``. Low-precision inputs are computed in float32.
@@ -176,9 +199,12 @@ def fake_quantize(
         >>> x.grad
         tensor([0., 1., 1.])
     """
-    scale, zero_point = _aligned(scale, x, scheme.axis), _aligned(zero_point, x, scheme.axis)
+    scale = _aligned(scale, x, scheme.axis)
     if x.is_cpu and type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling():
-        return blocks.fake_quantize(x, scale, zero_point, scheme, extremes)
+        if zero_point.numel() > 1 and not (scheme.symmetric and scheme.signed):
+            zero_point = _aligned(zero_point, x, scheme.axis)
+        return blocks.fake_quantize(x, scale, zero_point, scheme, inside)
+    zero_point = _aligned(zero_point, x, scheme.axis)
     if torch.is_grad_enabled() and x.requires_grad:
         return _StraightThrough.apply(x, scale, zero_point, scheme)
     return _round_trip(x.detach(), scale, zero_point, scheme, with_mask=False)[0]
@@ -248,7 +274,7 @@ def _aligned(qparam: Tensor, x: Tensor, axis: int | None) -> Tensor:
             raise ConfigError(
                 f"A per-tensor scheme takes one scale and zero point, got {qparam.numel()}. Set its axis."
             )
-        return qparam.detach().to(torch.float32).reshape(())
+        return _as_constant(qparam).reshape(())
     if not -x.ndim <= axis < x.ndim:
         raise ConfigError(f"QScheme axis={axis}: a tensor of shape {tuple(x.shape)} has no such dimension.")
     if qparam.numel() not in (1, x.shape[axis]):
@@ -257,7 +283,11 @@ def _aligned(qparam: Tensor, x: Tensor, axis: int | None) -> Tensor:
         )
     shape = [1] * x.ndim
     shape[axis] = -1
-    return qparam.detach().to(torch.float32).reshape(shape)
+    return _as_constant(qparam).reshape(shape)
+
+
+def _as_constant(qparam: Tensor) -> Tensor:
+    return qparam.detach().to(torch.float32) if qparam.requires_grad or qparam.dtype != torch.float32 else qparam
 
 
 def _check_range(min_val: Tensor, max_val: Tensor) -> None:

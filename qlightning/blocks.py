@@ -14,15 +14,13 @@ from torch import Tensor
 
 from qlightning.qscheme import QScheme
 
-BLOCK_NUMEL = 2**17
+BLOCK_NUMEL = 2**16
 """Elements worked on at a time on CPU, so that the passes over them stay in the cache (2x on tensors of 10 million)."""
 
 _ZERO = torch.zeros((), device="cpu")
 
 
-def fake_quantize(
-    x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, extremes: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme, inside: bool = False) -> Tensor:
     """Returns ``x`` on the grid, with straight-through gradients; the maths of `qlightning.affine.fake_quantize`.
 
     The backward keeps one bool for each element of the blocks in which something was clipped, and nothing else.
@@ -30,11 +28,17 @@ def fake_quantize(
     Args:
         x: Floating point values on a CPU.
         scale: float32, shaped to broadcast over ``x``; with 0 dimensions per tensor.
-        zero_point: As the scale.
+        zero_point: As the scale, or one for all.
         scheme: The grid.
-        extremes: The lowest and the highest value of ``x``, or of each of its channels, where they are known.
+        inside: It is known that nothing will be clipped.
     """
-    grid = _Grid.of(scale, zero_point, scheme, extremes, x.numel())
+    zero: Any = zero_point
+    if scheme.symmetric and scheme.signed:
+        zero = 0
+    elif zero_point.numel() == 1:
+        zero = int(zero_point)
+    step = scale.item() if scale.numel() == 1 else None
+    grid = _Grid(scale, step, scheme.quant_min - zero, scheme.quant_max - zero, inside)
     if torch.is_grad_enabled() and x.requires_grad:
         return _StraightThrough.apply(x, grid)
     return _round_trip(x.detach(), grid, None)[0]
@@ -57,32 +61,6 @@ class _Grid:
     low: Any
     high: Any
     inside: bool
-
-    @classmethod
-    def of(
-        cls, scale: Tensor, zero_point: Tensor, scheme: QScheme, extremes: tuple[Tensor, Tensor] | None, numel: int
-    ) -> _Grid:
-        zero: Any = zero_point
-        if scheme.symmetric and scheme.signed:
-            zero = 0
-        elif zero_point.numel() == 1:
-            zero = int(zero_point)
-        step = scale.item() if scale.numel() == 1 else None
-        grid = cls(scale, step, scheme.quant_min - zero, scheme.quant_max - zero, False)
-        if extremes is not None:
-            grid.inside = grid._holds(*extremes, numel)
-        return grid
-
-    def _holds(self, lowest: Tensor, highest: Tensor, numel: int) -> bool:
-        """Whether values between two bounds are surely rounded to codes of the grid; no may be a mistake."""
-        low, high = self.low - 0.49, self.high + 0.49
-        if self.step is not None and lowest.ndim == 0:
-            return low * self.step <= lowest.item() and highest.item() <= high * self.step
-        if numel <= BLOCK_NUMEL or self.scale.numel() != lowest.numel():
-            return False  # looking at the codes is faster, or has to be
-        low, high = (bound.reshape(-1) if isinstance(bound, Tensor) else bound for bound in (low, high))
-        scale = self.scale.reshape(-1)
-        return bool(((scale * low <= lowest) & (highest <= scale * high)).all())
 
 
 def in_memory_order(x: Tensor) -> Tensor:
@@ -215,19 +193,18 @@ def _round(
 ) -> Tensor | None:
     """Turns quotients by the scale into values on the grid, in place; returns which were on it, if not all were."""
     codes.round_()
-    mask = None
+    mask, within = None, codes
     # Codes less their zero point: clamping these to the grid less its zero point is one pass fewer.
     if not inside and maskless:
         codes.clamp_(low, high)
     elif not inside and not _within(codes, low, high):
-        clamped = codes.clamp(low, high)
-        mask = codes.eq_(clamped).to(torch.bool)  # eq(), which makes a bool, is not vectorised
-        codes.copy_(clamped)
+        within = codes.clamp(low, high)
+        mask = codes.eq_(within).to(torch.bool)  # eq(), which makes a bool, is not vectorised
     # Adding zero turns -0.0 into 0.0, as codes have one zero only.
     if step is not None:
-        torch.add(_ZERO, codes, alpha=step, out=codes)
+        torch.add(_ZERO, within, alpha=step, out=codes)
     else:
-        codes.add_(0.0).mul_(scale)
+        torch.mul(within.add_(0.0), scale, out=codes)
     return mask
 
 

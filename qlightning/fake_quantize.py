@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qlightning.affine import calculate_qparams, fake_quantize
+from qlightning.affine import calculate_qparams, fake_quantize, is_inside, symmetric_scale
 from qlightning.errors import NonFiniteError
-from qlightning.observers import Observer, foreign
+from qlightning.observers import MinMaxObserver, Observer, foreign
+from qlightning.observers.base import extremes_of
 from qlightning.qscheme import QScheme
 
 _MAX_NDIM = 10
@@ -72,15 +74,21 @@ class FakeQuantize(nn.Module):
         if self.calibrating:
             self._observe(x)
             return x
-        extremes = None
-        if self.training and self.observer_enabled:
-            self._observe(x)
-            self.refresh()
-            if not torch.compiler.is_compiling():  # what a graph reads is guarded, and compiles anew when it changes
-                extremes = getattr(self.observer, "batch_range", None)
+        inside = self._follow(x) if self.training and self.observer_enabled else False
         if not (self.fake_quant_enabled and self.observed):
             return x
-        return fake_quantize(x, self.scale, self.zero_point, self.scheme, extremes)
+        return fake_quantize(x, self.scale, self.zero_point, self.scheme, inside)
+
+    def _follow(self, x: Tensor) -> bool:
+        """Observes a tensor and takes the grid from it; returns whether all of the tensor surely lies on the grid."""
+        self._observe(x)
+        self.refresh()
+        if torch.compiler.is_compiling():  # what a graph reads is guarded, and compiles anew when it changes
+            return False
+        extremes = self.observer.batch_range if isinstance(self.observer, Observer) else None
+        if extremes is None:
+            return False
+        return is_inside(extremes[0], extremes[1], self.scale, self.zero_point, self.scheme)
 
     def _observe(self, x: Tensor) -> None:
         if torch.compiler.is_compiling():
@@ -244,6 +252,26 @@ class WeightFakeQuantize(FakeQuantize):
         elif callable(reset := getattr(self.observer, "reset", None)):
             reset()
         super()._observe(x)
+
+    @torch.no_grad()
+    def _follow(self, x: Tensor) -> bool:
+        observer, scheme = self.observer, self.scheme
+        if not (type(observer) is MinMaxObserver and observer.nonfinite == "raise" and scheme.symmetric):
+            return super()._follow(x)
+        if scheme.axis != 0 or not x.is_cpu or x.dim() < 2 or torch.compiler.is_compiling():
+            return super()._follow(x)
+        # The same in the fewest calls: these cost more than the passes do in all but large layers.
+        low, high = extremes_of(x, 0)
+        scale = symmetric_scale(low, high, scheme)
+        if not math.isfinite(scale.max().item()) or scale.shape != self.scale.shape:
+            return super()._follow(x)
+        observer.saw(x, low, high)
+        self._seen_ndims.add(x.dim())
+        self.scale.copy_(scale)
+        self.zero_point.fill_(scheme.middle)
+        if not self.observed:
+            self.observed = True
+        return scheme.signed and scheme.narrow_range  # the largest code of a channel is that of its extreme
 
     def to_output_first(self, weight: Tensor) -> Tensor:
         """(in, out / groups, ...) to (out, in / groups, ...) for a transposed convolution; else the weight itself."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qlightning import affine
-from qlightning.blocks import in_memory_order
+from qlightning.blocks import BLOCK_NUMEL, in_memory_order
 from qlightning.errors import ConfigError, NonFiniteError
 from qlightning.qscheme import QScheme
 
@@ -186,7 +186,7 @@ class Observer(nn.Module):
         seen = x.detach()
         if torch.compiler.is_compiling() and self._observe_in_graph(seen):
             return x
-        low, high = _extremes(seen, self.scheme.axis)
+        low, high = extremes_of(seen, self.scheme.axis)
         self.batch_range = low, high
         if not all_finite(low, high):
             self.batch_range = None
@@ -195,10 +195,7 @@ class Observer(nn.Module):
             seen, low, high = _without_nonfinite(seen, self.scheme.axis, self._keeps_gaps)
             if not (low <= high).any():
                 return x
-        if self.seen_dtype is not x.dtype:  # writing an attribute of a module takes longer than reading it
-            self.seen_dtype = x.dtype
-        if x.shape not in self.seen_shapes and len(self.seen_shapes) < SEEN_SHAPES:
-            self.seen_shapes.append(tuple(x.shape))
+        self._remember(x)
         self._record(seen, low, high)
         return x
 
@@ -208,7 +205,7 @@ class Observer(nn.Module):
         Inside `update` it costs nothing: `forward` has looked for NaN and infinity by the same pass. A channel of which
         all elements were skipped has the minimum ``inf`` and the maximum ``-inf``.
         """
-        return self._extremes if self._extremes is not None else _extremes(x, self.scheme.axis)
+        return self._extremes if self._extremes is not None else extremes_of(x, self.scheme.axis)
 
     def raise_nonfinite(self) -> None:
         """Raises the error that a graph of torch.compile could not raise, once.
@@ -222,6 +219,12 @@ class Observer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.scheme}{', nonfinite=skip' if self.nonfinite == 'skip' else ''}"
+
+    def _remember(self, x: Tensor) -> None:
+        if self.seen_dtype is not x.dtype:  # writing an attribute of a module takes longer than reading it
+            self.seen_dtype = x.dtype
+        if x.shape not in self.seen_shapes and len(self.seen_shapes) < SEEN_SHAPES:
+            self.seen_shapes.append(tuple(x.shape))
 
     def _record(self, x: Tensor, low: Tensor, high: Tensor) -> None:
         """Hands a checked batch, of any floating dtype, to `update`. Statistics of the extremes alone override it."""
@@ -242,7 +245,7 @@ class Observer(nn.Module):
         """
         dtype = x.dtype
         if self.nonfinite == "raise":
-            low, high = _extremes(x, self.scheme.axis)
+            low, high = extremes_of(x, self.scheme.axis)
             fine = (low.isfinite() & high.isfinite()).all()
             self._met_nonfinite.logical_or_(~fine)
             self._in_graph = True
@@ -294,7 +297,7 @@ class Observer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _extremes(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
+def extremes_of(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     """Returns the float32 minimum and maximum, NaN where there is NaN."""
     if axis is None:
         low, high = torch.aminmax(in_memory_order(x))
@@ -305,6 +308,11 @@ def _extremes(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     if not rest:
         return x.float(), x.float()
     # torch.aminmax(dim=...) is not vectorised: two passes are 7 to 13 times faster, and need no transposed copy.
+    if axis == 0 and x.is_cpu and x.numel() > BLOCK_NUMEL and not torch.compiler.is_compiling():
+        blocks = x.split(max(1, BLOCK_NUMEL * x.shape[0] // x.numel()))  # the second pass finds them in the cache
+        pairs = [(block.amin(rest), block.amax(rest)) for block in blocks]
+        low, high = (torch.cat(bounds) for bounds in zip(*pairs, strict=True))
+        return low.float(), high.float()
     return x.amin(rest).float(), x.amax(rest).float()
 
 
@@ -331,7 +339,7 @@ def _without_nonfinite(x: Tensor, axis: int | None, keeps_gaps: bool) -> tuple[T
     if rest.numel() == 0:
         nothing = torch.full((), torch.inf, device=x.device)
         return rest, nothing, -nothing
-    return rest, *_extremes(rest, None)
+    return rest, *extremes_of(rest, None)
 
 
 def _replaced_nonfinite(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -341,8 +349,8 @@ def _replaced_nonfinite(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor, Te
     moves no extreme.
     """
     finite = x.isfinite()
-    low, _ = _extremes(torch.where(finite, x, torch.inf), axis)
-    _, high = _extremes(torch.where(finite, x, -torch.inf), axis)
+    low, _ = extremes_of(torch.where(finite, x, torch.inf), axis)
+    _, high = extremes_of(torch.where(finite, x, -torch.inf), axis)
     shape = [1] * x.ndim
     if axis is not None:
         shape[axis] = -1

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme
 from qlightning.affine import quantize
-from qlightning.fake_quantize import swap_channels
+from qlightning.errors import NonFiniteError
+from qlightning.fake_quantize import WeightFakeQuantize, swap_channels
 from qlightning.nn.qat import TWINS, bn_factor, layer_type, swap_in, swap_out
+from qlightning.observers import MinMaxObserver
 
 torch.manual_seed(0)
 LAYERS: list[tuple[nn.Module, tuple[int, ...]]] = [
@@ -130,3 +132,46 @@ def test_gradients_are_those_of_the_weight_inside_its_grid() -> None:
     x = torch.randn(4, 5)
     layer(x).sum().backward()
     torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(3, 5))
+
+
+class OwnMinMax(MinMaxObserver):
+    """The same statistic, which the shortcut for the usual observer does not know."""
+
+
+@pytest.mark.parametrize("narrow_range", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3, 3), (300, 40, 3, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_shortcut_for_weights_changes_nothing(
+    shape: tuple[int, ...], bits: int, narrow_range: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    scheme = QScheme(bits=bits, symmetric=True, axis=0, narrow_range=narrow_range)
+    weight = torch.randn(shape)
+    weight[1] = 0
+    weight[2] *= 1e-30
+    weight[3] = weight[3].abs()
+    results = []
+    for kind in (MinMaxObserver, OwnMinMax):
+        fq = WeightFakeQuantize(scheme, kind(scheme))
+        fq.allocate(shape[0])
+        for factor in (1.0, 0.5):  # the second time, smaller: a range is that of the weight as it is
+            x = (weight * factor).to(dtype).requires_grad_()
+            out = fq(x)
+        out.backward(torch.ones_like(out))
+        results.append((out, x.grad, *fq.state_dict().values()))
+        assert fq.observer.seen_shapes == [shape]
+        assert fq.seen_ndims == {len(shape)}
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", [MinMaxObserver, OwnMinMax])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(kind: type[MinMaxObserver], wrong: float) -> None:
+    scheme = QScheme(symmetric=True, axis=0, narrow_range=True)
+    fq = WeightFakeQuantize(scheme, kind(scheme), "stem")
+    fq.allocate(4)
+    weight = torch.ones(4, 3)
+    weight[2, 1] = wrong
+    with pytest.raises(NonFiniteError, match="stem"):
+        fq(weight)
