@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -89,20 +90,60 @@ class Geometry:
     flipped: bool = False
     channels: int | None = None
 
-    def pack(self, layer: IntegerWeight) -> Tensor:
-        """The weight as the kernel wants it."""
+    def pack(self, layer: IntegerWeight, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The weight as the kernel wants it, for 2-d inputs of a shape; a weight for another shape is as right.
+
+        torch (2.14) finds the layout once for all weights whose shapes, of the input too, are equal, though with a zero
+        point it is another; what is packed for the wrong one is packed again in each call. So the batch that it is told
+        of is even without a zero point and odd with one.
+        """
         codes = layer.codes
         if self.flipped:
             codes = codes.flip(list(range(2, codes.dim())))
         if self.channels is not None:
             codes = F.pad(codes, [0, 0] * (codes.dim() - 2) + [0, self.channels - codes.shape[1]])
+        told = None
+        if codes.dim() == 4:
+            batch, _, *size = shape or (
+                1,
+                0,
+                *(28 + d * k for d, k in zip(self.dilation, codes.shape[2:], strict=True)),
+            )
+            told = [2 * batch + (self.x_zero_point != 0), codes.shape[1] * self.groups, *size]
         return _onednn.qconv_prepack(
-            codes.contiguous(), layer.scale, self.x_scale, self.x_zero_point, *self.arguments(), None
+            codes.contiguous(), layer.scale, self.x_scale, self.x_zero_point, *self.arguments(), told
         )
 
     def arguments(self) -> tuple[list[int], list[int], list[int], int]:
         """As the kernels take it."""
         return self.stride, self.padding, self.dilation, self.groups
+
+
+class PackedWeights:
+    """The weight of a 2-d convolution, packed anew for the first shapes of the input that come; safe between threads.
+
+    Args:
+        geometry: Of the convolution.
+        layer: Its weight, which does not change.
+    """
+
+    _MOST = 2
+
+    def __init__(self, geometry: Geometry, layer: IntegerWeight) -> None:
+        self._pack = partial(geometry.pack, layer)
+        self._known: dict[tuple[int, ...], Tensor] = {}
+        self._other: Tensor | None = None
+        self.find = self._known.get
+
+    def add(self, shape: tuple[int, ...]) -> Tensor:
+        """The weight for a shape that was not found."""
+        if len(self._known) < self._MOST and len(shape) == 4 and all(shape) and not torch.compiler.is_compiling():
+            with torch.inference_mode(False), torch.no_grad():
+                return self._known.setdefault(shape, self._pack(shape))
+        if self._other is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._other = self._pack()
+        return self._other
 
 
 @dataclass(frozen=True)
@@ -116,12 +157,15 @@ class Conv:
         x_scale, x_zero_point = self.geometry.x_scale, self.geometry.x_zero_point
         stride, padding, dilation, groups = self.geometry.arguments()
         dims, of_rows = len(stride), len(stride) == 1
-        weight, (w_scale, w_zero_point, bias) = self.geometry.pack(layer), self.result.scales(layer)
+        weights, (w_scale, w_zero_point, bias) = PackedWeights(self.geometry, layer), self.result.scales(layer)
+        find, add = weights.find, weights.add
         scale, zero_point, dtype, post_op, post_args, algorithm = self.result.arguments()
         kernel = _onednn.qconv_pointwise.default
 
         def run(x: Tensor) -> Tensor:
             batched = x.dim() != dims + 1
+            if (weight := find(x.shape)) is None:
+                weight = add(x.shape)
             y: Tensor = kernel(
                 x if batched else x[None], x_scale, x_zero_point, weight, w_scale, w_zero_point, bias, stride, padding,
                 dilation, groups, scale, zero_point, dtype, post_op, post_args, algorithm,
@@ -152,7 +196,8 @@ class ConvSum:
     def __call__(self, layer: IntegerLayer) -> Callable[[Tensor, Tensor, bool], Tensor]:
         x_scale, x_zero_point = self.geometry.x_scale, self.geometry.x_zero_point
         stride, padding, dilation, groups = self.geometry.arguments()
-        weight, (w_scale, w_zero_point, bias) = self.geometry.pack(layer), self.result.scales(layer)
+        weights, (w_scale, w_zero_point, bias) = PackedWeights(self.geometry, layer), self.result.scales(layer)
+        find, add = weights.find, weights.add
         scale, zero_point, dtype, post_op, *_ = self.result.arguments()
         residual_scale, residual_zero_point = self.residual_scale, self.residual_zero_point
         channels, reach = w_scale.shape[0], [d * (k - 1) for d, k in zip(dilation, layer.codes.shape[2:], strict=True)]
@@ -167,6 +212,8 @@ class ConvSum:
                 batch, _, height, width = x.shape
                 shape = (batch, channels, (height + vertical - 1) // down + 1, (width + horizontal - 1) // right + 1)
                 if residual.shape == shape:
+                    if (weight := find(x.shape)) is None:
+                        weight = add(x.shape)
                     if not (overwrite and residual.is_contiguous(memory_format=images)):
                         residual = residual.clone(memory_format=images)
                     y: Tensor = kernel(
