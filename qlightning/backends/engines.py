@@ -76,6 +76,9 @@ class Engine:
         """Turns a QDQ graph into one of this engine's kernels."""
         return lowering.lower(graph, root, self)
 
+    def emit_average(self, graph: fx.Graph, value: Value, out: QParams) -> fx.Node | None:
+        return None
+
     def emit_binary(self, graph: fx.Graph, name: str, left: Value, right: Value, out: QParams) -> fx.Node | None:
         return self._binary(graph, name, left, right, out, (out.quant_min, out.quant_max))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from qlightning.backends import kernels, onednn_binary
+from qlightning.backends import kernels, onednn_images
+from qlightning.backends.qdq import aten
 
 # These give memory of their own and keep no view of what they are given. (A sum that overwrites its residual gives the
 # memory of that, which is then read by nothing else.)
@@ -17,7 +18,10 @@ _GIVE_FRESH = {
     kernels.lookup,
     kernels.to_float,
     kernels.max_pool2d,
-    onednn_binary.binary,
+    onednn_images.binary,
+    onednn_images.average,
+    kernels.regrid,
+    aten.mean.dim,
     torch.cat,
 }
 

@@ -94,6 +94,9 @@ class Kernels(Protocol):
     def emit_binary(self, graph: fx.Graph, name: str, left: Value, right: Value, out: QParams) -> fx.Node | None:
         """Appends an ``"add"``, ``"add_relu"`` or ``"mul"`` of codes to the graph."""
 
+    def emit_average(self, graph: fx.Graph, value: Value, out: QParams) -> fx.Node | None:
+        """Appends the averages of images (..., height, width) to the graph, of size (..., 1, 1)."""
+
 
 def lower(graph: fx.Graph, root: nn.Module, family: Kernels) -> fx.Graph:
     """Turns a QDQ graph into one of kernel calls.
@@ -220,6 +223,10 @@ class _Lowering:
             return self._emit_lookup(pending, out)
         if kind is Kind.POOL:
             codes, scale, zero_point = pending.inputs[0].coded()
+            if self._is_global(pending.node):
+                average = self._family.emit_average(self._new, pending.inputs[0], out)
+                if average is not None:
+                    return average
             grid = (scale / out.scale, zero_point, out.zero_point, out.quant_min, out.quant_max)
             return self._call(kernels.regrid, self._emit_pool(pending.node, codes), *grid)
         names = [function_name(node.target) for node in pending.post]
@@ -273,11 +280,17 @@ class _Lowering:
         name = function_name(node.target)
         return name.startswith("adaptive_avg_pool") or (name == "mean" and "dtype" not in node.kwargs)
 
+    def _is_global(self, node: fx.Node) -> bool:
+        """Whether a pooling gives the averages of whole images, of size (1, 1)."""
+        module = self._ops.module(node)
+        if module is None and function_name(node.target) == "adaptive_avg_pool2d":
+            return argument(node, 1, "output_size") in (1, (1, 1), [1, 1])
+        return isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1))
+
     def _emit_pool(self, node: fx.Node, codes: fx.Node) -> fx.Node:
         """The pooling of the codes themselves, in float32, where their sums are exact."""
-        module = self._ops.module(node)
         values = self._call(kernels.to_float, codes)
-        if isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1)):
+        if self._is_global(node):
             return self._call(aten.mean.dim, values, [-2, -1], True)
         substitute = {self._ops[node].inputs[0]: values}
         return self._new.node_copy(node, lambda n: substitute.get(n) or self._any(self._values[n]))

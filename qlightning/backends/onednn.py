@@ -7,7 +7,7 @@ import platform
 import torch
 from torch import fx, nn
 
-from qlightning.backends import kernels, lowering, onednn_binary
+from qlightning.backends import kernels, lowering, onednn_images
 from qlightning.backends.base import Backend, accepts_symmetric_weights, cpu_has_int8_dot_products
 from qlightning.backends.liveness import overwrite_residuals
 from qlightning.backends.lowering import LayerCall, Value
@@ -56,7 +56,12 @@ class OneDnn:
         if (out.quant_min, out.quant_max) != (0, 255):
             return None
         args = (name, *left.coded(), *right.coded(), out.scale, out.zero_point)
-        return graph.call_function(onednn_binary.binary, args)
+        return graph.call_function(onednn_images.binary, args)
+
+    def emit_average(self, graph: fx.Graph, value: Value, out: QParams) -> fx.Node | None:
+        if (out.quant_min, out.quant_max) != (0, 255):
+            return None
+        return graph.call_function(onednn_images.average, (*value.coded(), out.scale, out.zero_point))
 
     def emit_layer(self, graph: fx.Graph, call: LayerCall) -> fx.Node | None:
         node, layer, out = call.node, call.layer, call.out
