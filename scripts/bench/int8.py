@@ -230,6 +230,12 @@ def _line(row: Row) -> str:
     return "  ".join(cells)
 
 
+def _text(record: Row) -> str:
+    """As JSON, a row a line."""
+    rows = ",\n".join(json.dumps(row) for row in record["rows"])
+    return json.dumps({**record, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n ]') + "\n"
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -254,7 +260,7 @@ def main() -> None:
     def written() -> None:
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(bench.record(), indent=1) + "\n")
+            options.json.write_text(_text(bench.record()))
 
     for name in options.nets:
         bench.run(name, options.batch, options.threads, written)
