@@ -25,6 +25,7 @@ from qlightning.backends.qdq import (
 from qlightning.nn.quantized import QuantizedLayer, dequantized_weight
 
 _QDQ = (QUANTIZE, DEQUANTIZE, QUANTIZE_PER_CHANNEL, DEQUANTIZE_PER_CHANNEL)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
 _LAYERS = (aten.convolution.default, aten.addmm.default, aten.mm.default)
 KNOWN = frozenset({*OPERATORS, *_QDQ, *_LAYERS})
 """The ATen calls that have an ONNX form."""
@@ -145,6 +146,7 @@ class _Translation:
         self._signed = signed
         self._graph = OnnxGraph()
         self._scales: dict[str, float] = {}  # of values behind a grid
+        self._codes_of: dict[str, tuple[str, float, int, torch.dtype]] = {}  # likewise their codes and grid
         self._layers: dict[str, str] = {}
         self.values: dict[fx.Node, Any] = {node: v for node, v in known.items() if isinstance(v, Tensor)}
 
@@ -180,6 +182,8 @@ class _Translation:
             return self._linear(call, "mat1", "mat2", "self")
         if node.target is aten.mm.default:
             return self._linear(call, "self", "mat2", "")
+        if node.target in _RESHAPES:
+            return self._reshape(call)
         if node.target in (QUANTIZE, QUANTIZE_PER_CHANNEL):
             return self._quantize(call)
         if node.target in (DEQUANTIZE, DEQUANTIZE_PER_CHANNEL):
@@ -229,6 +233,18 @@ class _Translation:
         codes = self._codes(c["input"] if c["input"].target is QUANTIZE else c.node)
         result = c.add("DequantizeLinear", *_grid(self._graph, c.name("input"), c["scale"], *codes))
         self._scales[result] = c["scale"]
+        self._codes_of[result] = (c.name("input"), c["scale"], *codes)
+        return result
+
+    def _reshape(self, c: Call) -> str:
+        """A change of shape, on the codes: ONNX Runtime looks for a grid right before a layer."""
+        x = c.name("self")
+        if not self._integer_bias or x not in self._codes_of:
+            return str(OPERATORS[c.node.target](c))
+        codes, scale, zero_point, dtype = self._codes_of[x]
+        codes = c.add("Reshape", codes, self._graph.constant(list(c.out.shape)))
+        result = c.add("DequantizeLinear", *_grid(self._graph, codes, scale, zero_point, dtype))
+        self._scales[result], self._codes_of[result] = scale, (codes, scale, zero_point, dtype)
         return result
 
     def _codes(self, node: fx.Node) -> tuple[int, torch.dtype]:
