@@ -221,6 +221,7 @@ class _RootConversion:
         if self._is_layer:
             self._class = module.__dict__["_float_class"]
         self._keep_class = keep_class
+        self._float_layers = {path for path, m in module.named_modules() if isinstance(m, _LAYERS)}
         self._layers: dict[Source, str] = {}
         self._kept: dict[tuple[str, str], str] = {}
 
@@ -303,8 +304,9 @@ class _RootConversion:
                 elif has_forward_hooks(module):
                     layer.__dict__["_float_reason"] = "has forward hooks, which an int8 kernel would not call"
                 _set_submodule(self._root, path, layer)
+        folded = {source.bn for source in self._layers if source.bn} - called
         for path, module in list(self._root.named_modules()):
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and path in self._folded and path not in called:
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and path in folded:
                 _set_submodule(self._root, path, nn.Identity())
         if self._is_layer and not called:
             for name in list(self._root._parameters):
@@ -320,20 +322,15 @@ class _RootConversion:
     def _to_qdq(self, graph: fx.Graph) -> fx.Graph:
         return GraphConversion(graph, self._module, self._root, self.place, self._kept).run()
 
-    @property
-    def _folded(self) -> set[str]:
-        return {source.bn for source in self._layers if source.bn}
-
     def place(self, source: Source, build: Callable[[], QuantizedLayer], free: bool) -> str:
         """Puts a QuantizedLayer into the tree, under the name of the float layer where that is free.
 
         One that was called as a function, on a weight of a module that is no layer, has no float layer to replace.
         """
         if source not in self._layers:
-            taken = set(self._layers.values())
             name = path = source.path
-            replaces = any(path == own and isinstance(m, _LAYERS) for own, m in self._module.named_modules())
-            if not free or name in taken or not (replaces or self._is_free(name)):
+            replaces = path in self._float_layers
+            if not free or name in self._layers.values() or not (replaces or self._is_free(name)):
                 name = next(n for i in range(1, 1000) if self._is_free(n := f"{path}_call{i}"))
             self._layers[source] = name
             _set_submodule(self._root, name, build())
