@@ -117,7 +117,12 @@ class QConfig:
 
 
 def _build(factory: ObserverFactory, scheme: QScheme) -> nn.Module:
-    observer = foreign.build(factory, scheme) if foreign.is_of_torch_ao(factory) else factory(scheme)
+    try:
+        observer = foreign.build(factory, scheme) if foreign.is_of_torch_ao(factory) else factory(scheme)
+    except TypeError as error:
+        raise ConfigError(
+            f"{factory!r} does not build an observer: it is called with a QScheme, and {error}."
+        ) from error
     if not isinstance(observer, nn.Module) or not callable(getattr(observer, "calculate_qparams", None)):
         raise ConfigError(
             f"{factory!r} does not build an observer: a module with forward(x) and calculate_qparams() is needed."

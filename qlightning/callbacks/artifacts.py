@@ -45,6 +45,9 @@ def write(trainer: Any, int8: Mapping[str, nn.Module], paths: Iterable[str], sou
     """
     if not trainer.is_global_zero:
         return {}
+    if trainer.fast_dev_run:
+        rank_zero_info("fast_dev_run: no file of an int8 model is written.")
+        return {}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     metrics = {name: value for name, value in logged.items() if math.isfinite(value)}  # a file takes no others
     written: dict[Path, Metadata] = {}

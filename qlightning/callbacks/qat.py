@@ -197,7 +197,8 @@ class QuantizationAwareTraining(QuantizationCallback):
         if not self._has_run() and self.schedule.at(progress_of(trainer)).observers_frozen:
             raise CalibrationError(
                 f"freeze_observers at {self.schedule.freeze_observers} freezes ranges that no batch has ever reached. "
-                "Freeze later, or start from a checkpoint with ranges."
+                "Freeze later, or start from a checkpoint with ranges. Where this goes on with a float training by "
+                "ckpt_path, points count from that one's start: rather load its weights, and fit without ckpt_path."
             )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

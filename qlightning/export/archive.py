@@ -55,7 +55,16 @@ class Archive:
         """
         info = self._members.get(name)
         if info is None:
-            raise ArtifactError(f"{self.path}: there is no {name!r} in it; it is of another kind, or incomplete.")
+            pickled = "data.pkl" in self._members
+            raise ArtifactError(
+                f"{self.path}: there is no {name!r} in it; "
+                + (
+                    "it is a file of torch.save, such as a checkpoint. Build the model of it (load_from_checkpoint, "
+                    "load_state_dict) and convert that, or use the command line: qlightning export."
+                    if pickled
+                    else "it is of another kind, or incomplete."
+                )
+            )
         if size is not None and info.file_size != size:
             raise ArtifactError(f"{self.path}: {name!r} has {info.file_size} bytes, {size} are expected.")
         with self._errors():

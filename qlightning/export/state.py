@@ -64,7 +64,7 @@ def save_state(int8: nn.Module, path: str | Path, *, example_inputs: Any = None,
         raise ConfigError(
             f"{type(int8).__name__} "
             + (
-                "was loaded from a .pt2 file and does not know the float model that it was made from: save it as .pt2."
+                "was loaded from a .pt2 file and does not know the float model that it was made from: copy that file."
                 if known
                 else "is not in int8: convert(prepared) or quantize_model(model, batches) first."
             )

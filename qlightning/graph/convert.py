@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize, fake_quan
 from qlightning.graph import state
 from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, bind
 from qlightning.graph.failure import TraceError
-from qlightning.graph.preparation import CONV_TYPES, Grid, Preparation, PreparedModule, is_prepared
+from qlightning.graph.preparation import CONV_TYPES, Grid, Preparation, PreparedModule, captured_roots, is_prepared
 from qlightning.graph.programs import Captured, Example, Program
 from qlightning.graph.qdq import GraphConversion, Source
 from qlightning.graph.ranges import WIDE, wide
@@ -105,10 +105,22 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
     grids = {name: Grid.of(fq) for name, fq in activations if fq.observed}
     converted.__dict__["_preparation"] = replace(preparation, grids=grids)
     converted.__dict__["_backend"] = chosen
+    for name, part in captured_roots(converted):
+        if part is not converted:
+            part.__dict__.update(_preparation=_part_of(converted.__dict__["_preparation"], name), _backend=chosen)
     state.guard(converted)
     for parameter in converted.parameters():
         parameter.requires_grad_(False)
     return nn.Module.train(converted, False)
+
+
+def _part_of(preparation: Preparation, name: str) -> Preparation:
+    """What is known of a part of a model: so that it can be reported on and saved like a model."""
+
+    def below(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key.removeprefix(f"{name}."): v for key, v in values.items() if key.startswith(f"{name}.")}
+
+    return replace(preparation, reasons=below(preparation.reasons), grids=below(preparation.grids), failures=())
 
 
 def _check_observed(prepared: nn.Module) -> None:
@@ -239,7 +251,7 @@ class _RootConversion:
             captured.add(spec, True, program)
         members: dict[str, Any] = {"train": stays_in_eval}
         if self._is_layer:
-            members["weight"] = _weight_of_layer
+            members.update(weight=_weight_of_layer, bias=property(_bias_of_layer), extra_repr=_repr_of_layer)
         bind(self._root, captured, ConvertedModule, **members)
         return self._root
 
@@ -365,6 +377,15 @@ def stays_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
 
 def _weight_of_layer(self: nn.Module) -> QuantizedTensor:
     return self.layer.weight()  # type: ignore[operator,union-attr]
+
+
+def _bias_of_layer(self: nn.Module) -> Tensor | None:
+    bias: Tensor | None = self.layer.bias  # type: ignore[union-attr,assignment]
+    return bias
+
+
+def _repr_of_layer(self: nn.Module) -> str:
+    return ""  # all there is stands in the layer below
 
 
 def _set_submodule(root: nn.Module, path: str, module: nn.Module) -> None:

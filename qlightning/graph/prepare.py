@@ -67,7 +67,10 @@ def prepare(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"prepare needs a torch.nn.Module, not {type(model).__name__}.")
     if qconfig is not None and not isinstance(qconfig, QConfig):
-        raise ConfigError(f"qconfig={qconfig!r}: a QConfig or None is needed.")
+        raise ConfigError(
+            f"qconfig: a qlightning.QConfig or None is needed, not a {type(qconfig).__module__}."
+            f"{type(qconfig).__name__}. QConfig() has the defaults; torch.ao's observers can stand in one."
+        )
     chosen = resolve_backend(backend)
     settings = chosen.adapt((qconfig or QConfig()).excluding(exclude))
     before = facts.of(model)

@@ -48,15 +48,7 @@ def qdq_module(int8: nn.Module, example_inputs: Any = None) -> QDQModule:
     if captured is None or not _is_int8(captured):
         bound = ((name, m) for name, m in int8.named_modules() if isinstance(m, BoundModule))
         parts = [name for name, module in bound if _is_int8(module.__dict__["_captured"])]
-        raise ConfigError(
-            f"{type(int8).__name__} is not one int8 graph"
-            + (
-                f": Python code stands between its int8 parts ({', '.join(parts)}). Export these one by one, or change "
-                "what keeps the whole from being traced; report(model) says what does."
-                if parts
-                else ". Convert it first: convert(prepared) or quantize_model(model, batches)."
-            )
-        )
+        raise ConfigError(f"{type(int8).__name__} is not one int8 graph{_advice(int8, parts)}")
     spec, program, example = _chosen(int8, captured, example_inputs)
     if spec.value_names:
         raise ConfigError(
@@ -68,6 +60,20 @@ def qdq_module(int8: nn.Module, example_inputs: Any = None) -> QDQModule:
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     return QDQModule(module.eval(), tuple(spec.leaf_names), example, spec.describe())
+
+
+def _advice(model: nn.Module, parts: list[str]) -> str:
+    if len(parts) == 1:
+        return f": its net {parts[0]!r} is. Save that: save(model.{parts[0]}, path)."
+    if parts:
+        return (
+            f": Python code stands between its int8 parts ({', '.join(parts)}). Save these one by one, such as "
+            f"save(model.{parts[0]}, path), or the whole as .safetensors; or change what keeps it from being traced."
+        )
+    prepared = [name for name, module in model.named_modules() if "_preparation" in vars(module)]
+    if prepared and prepared[0]:
+        return f". Convert its net first: save(convert(model.{prepared[0]}), path)."
+    return ". Convert it first: convert(prepared) or quantize_model(model, batches)."
 
 
 def with_free_batch(example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

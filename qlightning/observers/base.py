@@ -168,8 +168,13 @@ class Observer(nn.Module):
         Raises:
             CalibrationError: Nothing was observed.
         """
-        low, high = self.range()
-        return affine.calculate_qparams(low, high, self.scheme)
+        found: Any = self.range()
+        if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(end, Tensor) for end in found)):
+            raise ConfigError(
+                f"{type(self).__name__}.range() gave {_kinds(found)}; two tensors are needed, the lowest and the "
+                "highest value: 0-d, or with one value for each channel."
+            )
+        return affine.calculate_qparams(*found, self.scheme)
 
     def forward(self, x: Tensor) -> Tensor:
         """Observes a tensor and returns it as it is. An empty tensor changes nothing.
@@ -367,3 +372,9 @@ def _combine(states: Tensor, reduction: Reduction) -> Tensor:
         return states.sum(0)
     mean = states.masked_fill(states.isinf(), torch.nan).nanmean(0)
     return torch.where(mean.isnan(), states[0], mean)
+
+
+def _kinds(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__

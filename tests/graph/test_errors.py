@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from qlightning import Backend, QConfig, QScheme, QuantizationError, calibrate, convert, prepare, quantize_model, report
+from qlightning import (
+    Backend,
+    QConfig,
+    QScheme,
+    QuantizationError,
+    calibrate,
+    convert,
+    load,
+    prepare,
+    quantize_model,
+    report,
+    save,
+)
 from qlightning.backends import backends
 from qlightning.errors import BackendError, CalibrationError, CaptureError, ConfigError, NonFiniteError
 from qlightning.fake_quantize import fake_quantizers
-from qlightning.observers import HistogramObserver, MinMaxObserver
+from qlightning.observers import HistogramObserver, MinMaxObserver, Observer
 
 
 def build() -> nn.Sequential:
@@ -100,7 +113,7 @@ class Functional(nn.Module):
         (build, {"qconfig": QConfig(overrides={"5": None})}, ConfigError, r"'5' matches no module of Sequential"),
         (build, {"exclude": (nn.LSTM,)}, ConfigError, r"LSTM.* matches no module"),
         (build, {"exclude": ("*",)}, ConfigError, r"left to quantize.*excluded by '\*'"),
-        (build, {"qconfig": "int8"}, ConfigError, r"qconfig='int8'"),
+        (build, {"qconfig": "int8"}, ConfigError, r"qconfig: a qlightning.QConfig"),
         (build, {"qconfig": QConfig(activation_observer=lambda scheme: Refusing())}, ConfigError, "observer"),
         (build, {"qconfig": QConfig(weight_observer=lambda scheme: Refusing())}, ConfigError, "observer"),
         (_weight_norm, {}, ConfigError, r"^0: its weight.*weight norm.*exclude=\('0',\)"),
@@ -318,3 +331,62 @@ def test_messages_are_of_the_family() -> None:
     for error in (ConfigError, BackendError, CaptureError, CalibrationError, NonFiniteError):
         assert issubclass(error, QuantizationError)
         assert issubclass(error, (ValueError, RuntimeError))
+
+
+class Parts(nn.Module):
+    """Python code on values between its parts, a bare layer among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.tail = nn.Conv2d(1, 4, 3), nn.Sequential(nn.Conv2d(4, 2, 1), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.tail(-y if y.sum() > 1e9 else y)
+
+
+@pytest.mark.filterwarnings("ignore:.*called in one piece")
+def test_parts_of_a_model_are_printed_reported_on_and_saved(tmp_path: Path) -> None:
+    x = torch.randn(4, 1, 8, 8)
+    int8 = quantize_model(Parts().eval(), [x])
+    assert "QuantizedLayer" in repr(int8)
+    assert int8.conv.bias.shape == (4,)
+    assert [row.name for row in report(int8.tail).layers] == ["0"]
+    for part, inputs in ((int8.conv, x), (int8.tail, int8.conv(x))):
+        save(part, tmp_path / "part.pt2")
+        assert torch.equal(load(tmp_path / "part.pt2")(inputs), part(inputs))
+    with pytest.raises(
+        ConfigError, match=r"int8 parts \(conv, tail\). Save these one by one, such as save\(model.conv"
+    ):
+        save(int8, tmp_path / "whole.pt2")
+
+
+def test_a_model_around_one_int8_net_names_it(tmp_path: Path) -> None:
+    class Task(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = prepare(nn.Sequential(nn.Linear(4, 2)))
+
+    task = Task()
+    with pytest.raises(ConfigError, match=r"Convert its net first: save\(convert\(model.net\), path\)"):
+        save(task, tmp_path / "task.pt2")
+    task.net(torch.randn(8, 4))
+    task.net = convert(task.net)
+    with pytest.raises(ConfigError, match=r"its net 'net' is. Save that: save\(model.net, path\)"):
+        save(task, tmp_path / "task.pt2")
+
+
+def test_mistakes_in_observers_and_settings_are_named() -> None:
+    class Numbers(Observer):
+        def update(self, x: Tensor) -> None: ...
+
+        def range(self) -> Any:
+            return 0.0, 1.0
+
+    net, x = nn.Sequential(nn.Linear(4, 2)), torch.randn(8, 4)
+    with pytest.raises(ConfigError, match=r"Numbers.range\(\) gave \(float, float\); two tensors are needed"):
+        quantize_model(net, [x], observer=Numbers)
+    with pytest.raises(ConfigError, match="is called with a QScheme, and"):
+        quantize_model(net, [x], observer=lambda: MinMaxObserver(QScheme()))
+    with pytest.raises(ConfigError, match=r"a qlightning\.QConfig or None is needed, not a builtins\.str"):
+        prepare(net, "int8")  # type: ignore[arg-type]
