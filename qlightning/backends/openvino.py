@@ -114,7 +114,7 @@ def _kernels(compiled: Any, form: OnnxForm) -> list[tuple[str, str]]:
     for path, node in form.layers:
         info = fused.get(node)
         if info is None:
-            found.append((path, "openvino"))
+            found.append((path, "openvino kernel that has another name in its graph"))
             continue
         kernel, precision, result = (
             info[k].astype(str) for k in ("primitiveType", "runtimePrecision", "outputPrecisions")
