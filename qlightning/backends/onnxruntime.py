@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qlightning.backends.base import Backend, accepts_int8, cpu_has_int8_dot_products, missing_packages
+from qlightning.backends.qdq import NO_KERNEL
 
 if TYPE_CHECKING:
     from qlightning.backends.onnx_form import OnnxForm
@@ -108,5 +109,5 @@ def _kernels(path: str, form: OnnxForm) -> dict[str, str]:
     found = {}
     for layer, name in form.layers:
         operator = operators.get(name, "operator without a name")
-        found[layer] = f"onnxruntime {operator}{'' if operator in _INT8 else ' in float32'}"
+        found[layer] = f"onnxruntime {operator}" if operator in _INT8 else f"{NO_KERNEL}, in onnxruntime {operator}"
     return found

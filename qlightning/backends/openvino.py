@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qlightning.backends.base import Backend, accepts_int8, cpu_has_int8_dot_products, missing_packages
+from qlightning.backends.qdq import NO_KERNEL
 
 if TYPE_CHECKING:
     from qlightning.backends.onnx_form import OnnxForm
@@ -113,10 +114,11 @@ def _kernels(compiled: Any, form: OnnxForm) -> list[tuple[str, str]]:
     for path, node in form.layers:
         info = fused.get(node)
         if info is None:
-            found.append((path, "openvino"))
+            found.append((path, "openvino kernel that has another name in its graph"))
             continue
         kernel, precision, result = (
             info[k].astype(str) for k in ("primitiveType", "runtimePrecision", "outputPrecisions")
         )
-        found.append((path, f"openvino {kernel}, {precision} to {result}"))
+        text = f"openvino {kernel}, {precision} to {result}"
+        found.append((path, text if precision in ("u8", "i8") else f"{NO_KERNEL}, in {text}"))
     return found

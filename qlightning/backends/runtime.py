@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from qlightning.backends.aten_form import aten_form
 from qlightning.backends.onnx_form import KNOWN, Weight
 from qlightning.backends.onnx_parts import Engine, Parts
-from qlightning.backends.qdq import free_name, layer_path
+from qlightning.backends.qdq import NO_KERNEL, free_name, layer_path
 from qlightning.errors import BackendError
 from qlightning.nn.quantized import QuantizedLayer
 
@@ -128,7 +128,7 @@ class Runtime:
             return self._fallen_back(error)
         torchs = f"in torch, as {'; '.join(parts.problems)}"
         for path in self.layers:
-            self._layer(path).kernel = parts.kernels.get(path, f"float between dequantize and quantize, {torchs}")
+            self._layer(path).kernel = parts.kernels.get(path, f"{NO_KERNEL}, {torchs}")
         return parts
 
     def _layer(self, path: str) -> QuantizedLayer:
@@ -145,7 +145,7 @@ class Runtime:
         """The graph as it is, as the runtime cannot take it; said once."""
         reason = str(error).strip().split("\n")[0]
         for path in self.layers:
-            self._layer(path).kernel = f"float between dequantize and quantize, as {self._engine.name} fails: {reason}"
+            self._layer(path).kernel = f"{NO_KERNEL}, in torch, as {self._engine.name} fails: {reason}"
         if not self._warned:
             self._warned = True
             warnings.warn(

@@ -133,6 +133,6 @@ def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport 
 def converted_layer(name: str, layer: QuantizedLayer) -> LayerReport:
     """The row of a layer with an int8 weight; without a kernel for it, it computes in float."""
     scheme = str(layer.scheme)
-    if layer.kernel == NO_KERNEL:
-        return LayerReport(name, layer.kind, False, NO_KERNEL, scheme)
+    if layer.kernel.startswith(NO_KERNEL):
+        return LayerReport(name, layer.kind, False, layer.kernel, scheme)
     return LayerReport(name, layer.kind, True, "", scheme, layer.kernel)
