@@ -20,7 +20,7 @@ from qlightning.graph.capture import module_device
 from qlightning.graph.patterns import Block, Plan, plan, source_of
 from qlightning.graph.programs import Captured, Program
 from qlightning.graph.signature import CallSpec
-from qlightning.graph.signs import feeds_sums_alone, is_never_negative
+from qlightning.graph.signs import feeds_sums_alone, never_negative
 from qlightning.graph.tracing import trace
 from qlightning.nn.bias import BiasRounding
 from qlightning.nn.qat import QATLayer, build_weight_fake_quant, check_dtype
@@ -92,7 +92,8 @@ class GraphPreparer:
         names = _call_names(graph)
         used = set(names.values())
         grids: dict[fx.Node, str] = {}
-        centred = {n: not (is_never_negative(n, ops) or feeds_sums_alone(n, ops)) for n in found.grids}
+        positive = never_negative(graph, ops)
+        centred = {n: not (n in positive or feeds_sums_alone(n, ops)) for n in found.grids}
         for node in found.grids:
             block = found.blocks.get(node)
             head = block.head if block is not None else node

@@ -15,13 +15,18 @@ _NEVER_NEGATIVE = (aten.relu.default, aten.sigmoid.default, aten.hardsigmoid.def
 _KEEPS_SIGNS = (Kind.SAME, Kind.CAT, Kind.POOL, Kind.BINARY, Kind.FAKE_QUANT)
 
 
-def is_never_negative(value: fx.Node, ops: Vocabulary) -> bool:
-    """Whether a value cannot be negative, whatever comes in: behind a ReLU, a sigmoid, and what keeps signs."""
-    kind = ops[value].kind
-    if kind is Kind.ACTIVATION:
-        target, args, _ = ops.elementwise(value)
-        return target in _NEVER_NEGATIVE or (target is aten.hardtanh.default and args[0] >= 0)
-    return kind in _KEEPS_SIGNS and all(is_never_negative(operand, ops) for operand in ops[value].inputs)
+def never_negative(graph: fx.Graph, ops: Vocabulary) -> set[fx.Node]:
+    """The values that cannot be negative, whatever comes in: behind a ReLU, a sigmoid, and what keeps signs."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:  # operands come first
+        kind = ops[node].kind
+        if kind is Kind.ACTIVATION:
+            target, args, _ = ops.elementwise(node)
+            if target in _NEVER_NEGATIVE or (target is aten.hardtanh.default and args[0] >= 0):
+                found.add(node)
+        elif kind in _KEEPS_SIGNS and found.issuperset(ops[node].inputs):
+            found.add(node)
+    return found
 
 
 def feeds_sums_alone(value: fx.Node, ops: Vocabulary) -> bool:

@@ -150,7 +150,7 @@ def resnet50(rounds: int) -> Row:
 def calibrations(rounds: int) -> list[Row]:
     """What calibration takes against a plain forward of the same images."""
     torch.manual_seed(0)
-    net, images = torchvision.models.resnet18(weights=None).eval(), [torch.randn(16, 3, 224, 224)]
+    net, images = torchvision.models.resnet18(weights=None).eval(), [torch.randn(16, 3, 224, 224) for _ in range(2)]
 
     @torch.no_grad()
     def forward() -> None:

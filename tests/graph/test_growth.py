@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from qlightning import calibrate, convert, prepare
+from qlightning.fake_quantize import fake_quantizers
 from qlightning.observers import MinMaxObserver
 from qlightning.qconfig import QConfig
 
@@ -47,3 +48,18 @@ def test_modules_are_gone_through_in_proportion_to_the_depth(stage: str, monkeyp
 
     monkeypatch.setattr(nn.Module, "named_modules", counted)
     assert visits(80) <= 2.2 * visits(40)
+
+
+def test_a_chain_of_many_sums_is_prepared() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.conv(x)
+            for _ in range(600):  # more than Python's recursion takes, with two calls a sum
+                x = x + self.conv(x).relu()
+            return x
+
+    assert len(list(fake_quantizers(prepare(Sums())))) >= 600
