@@ -117,7 +117,7 @@ class _Cut:
             return (qparam,) * blocks
         if qparam.numel() == 1:
             return (qparam.reshape(()),) * blocks
-        if len(self.shape) == 2 and qparam.shape[0] == first:
+        if len(self.shape) == 2 and qparam.shape[0] == qparam.numel() == first:
             qparam = qparam.reshape(-1, 1)
         return qparam.split(self.rows) if qparam.shape[0] > 1 else (qparam,) * blocks
 

@@ -283,6 +283,14 @@ class TestFakeQuantize:
         (theirs,) = torch.autograd.grad(torch_fake_quantize(x, scale, zero_point, scheme).sum(), x)
         assert torch.equal(ours, theirs)
 
+    @pytest.mark.parametrize("shape", [(1, BLOCK_NUMEL + 1), (300, 300), (1, BLOCK_NUMEL + 1, 1)], ids=str)
+    def test_channels_behind_the_first_dimension(self, shape: tuple[int, ...]) -> None:
+        scheme = QScheme(axis=1)
+        x = torch.randn(shape)
+        scale, zero_point = grid(scheme, shape[1])
+        expected = dequantize(quantize(x, scale, zero_point, scheme), scale, zero_point, 1)
+        assert torch.equal(fake_quantize(x.requires_grad_(), scale, zero_point, scheme), expected)
+
     @pytest.mark.parametrize("axis", [None, 0])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_dtype_is_kept_and_computed_in_float32(self, axis: int | None, dtype: torch.dtype) -> None:
