@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qlightning.affine import quantize
+from qlightning.affine import SCALE_MIN, quantize
 from qlightning.fake_quantize import WeightFakeQuantize
-from qlightning.nn.bias import SMALLEST_STEP, folded_bias, rounded_bias
+from qlightning.nn.bias import folded_bias, rounded_bias
 from qlightning.nn.qat import bn_factor
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.qscheme import QScheme
@@ -58,9 +58,8 @@ def quantized_layer(
     if bool(vanished.any()):
         codes[vanished] = _shaped(zero_point[vanished].to(codes.dtype), w)
         scale[vanished] = 1.0
-        if new_bias is not None and x_scale is not None:  # one in which the bias can be counted in float32
-            scale[vanished] = (new_bias[vanished].abs() / (2.0**22 * x_scale)).clamp_min(SMALLEST_STEP)
     if new_bias is not None and x_scale is not None:
+        codes, scale = _with_room(codes, scale, zero_point, new_bias.abs() / x_scale)
         new_bias = rounded_bias(new_bias, scale.abs() * x_scale)
     new_bias = None if new_bias is None else new_bias.cpu()
     scheme = replace(fq.scheme, axis=0)
@@ -70,6 +69,29 @@ def quantized_layer(
 def _shaped(channels: Tensor, weight: Tensor) -> Tensor:
     """A value a channel, as it multiplies a weight (out, ...)."""
     return channels.view(-1, *[1] * (weight.dim() - 1))
+
+
+def _with_room(codes: Tensor, scale: Tensor, zero_point: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales with which the bias fits the 32 bits of integer sums.
+
+    A channel of zeros has any scale: it gets one in which the bias can be counted in float32. One that is small beside
+    its bias gets a larger one; that takes at most 2**-31 of the bias from a weight, for each step of its input.
+
+    Args:
+        codes: (out, ...).
+        scale: (out,).
+        zero_point: (out,).
+        bias: Its size in steps of the input, (out,).
+    """
+    zero = _shaped(zero_point, codes)
+    is_empty = (codes == zero).flatten(1).all(1)
+    least = (bias * torch.where(is_empty, 2.0**-22, 2.0**-30)).clamp_min(SCALE_MIN)
+    grows = is_empty | (scale.abs() < least)
+    if not bool(grows.any()):
+        return codes, scale
+    new = torch.where(grows, least.copysign(scale), scale)
+    fewer = ((codes - zero).double() * _shaped(scale.double() / new.double(), codes)).round() + zero
+    return torch.where(_shaped(grows, codes), fewer.to(codes.dtype), codes), new
 
 
 def _scaled(
