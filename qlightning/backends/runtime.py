@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,6 @@ def lower(graph: fx.Graph, root: nn.Module, engine: Engine) -> fx.Graph:
     runtime = Runtime(graph, root, engine)
     name = free_name(root, "runtime")
     root.__dict__[name] = runtime
-    if not any(hook is _forget_all for hook in root._load_state_dict_post_hooks.values()):
-        root.register_load_state_dict_post_hook(_forget_all)
     for path in runtime.layers:
         layer = root.get_submodule(path)
         assert isinstance(layer, QuantizedLayer)
@@ -50,13 +48,6 @@ def lower(graph: fx.Graph, root: nn.Module, engine: Engine) -> fx.Graph:
 
 def _run(runtime: Runtime, *leaves: Any) -> Any:
     return runtime(*leaves)
-
-
-def _forget_all(root: nn.Module, incompatible_keys: Any) -> None:
-    """After a state dict was loaded, which may have changed what float layers compute."""
-    for value in vars(root).values():
-        if isinstance(value, Runtime):
-            value.forget()
 
 
 @dataclass
@@ -87,11 +78,12 @@ class Runtime:
         self._engine = engine
         self._warned = False
         self._calls: OrderedDict[Any, Callable[[tuple[Any, ...]], Any]] = OrderedDict()
+        self._floats: list[_Float] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         copied = memo[id(self)] = Runtime.__new__(Runtime)
         copied.__dict__.update(self.__dict__)
-        copied._calls = OrderedDict()
+        copied._calls, copied._floats = OrderedDict(), []
         copied._root = copy.deepcopy(self._root, memo)
         return copied
 
@@ -106,9 +98,13 @@ class Runtime:
         Raises:
             BackendError: A tensor is not on the CPU.
         """
+        if any(value.has_changed() for value in self._floats):
+            self.forget()
         key = (torch.get_num_threads(), torch.is_autocast_enabled("cpu"), *map(_key, leaves))
         call = self._calls.get(key)
         if call is None:
+            if not self._calls:
+                self._floats = _floats(self._root)
             call = self._calls[key] = self._compile(leaves)
             while len(self._calls) > MAX_SHAPES:
                 self._calls.popitem(last=False)
@@ -143,7 +139,20 @@ class Runtime:
 
     def _fallen_back(self, error: Exception) -> Callable[[tuple[Any, ...]], Any]:
         """The graph as it is, as the runtime cannot take it; said once."""
-        reason = str(error).strip().split("\n")[0]
+        reference = self._reference()
+        reason: str | None = str(error).strip().split("\n")[0]
+
+        def run(leaves: tuple[Any, ...]) -> Any:
+            nonlocal reason
+            results = reference(leaves)  # where this fails, too, the call is at fault
+            if reason is not None:
+                self._tell(reason)
+                reason = None
+            return results
+
+        return run
+
+    def _tell(self, reason: str) -> None:
         for path in self.layers:
             self._layer(path).kernel = f"{NO_KERNEL}, in torch, as {self._engine.name} fails: {reason}"
         if not self._warned:
@@ -153,7 +162,37 @@ class Runtime:
                 f"{reason}",
                 stacklevel=5,
             )
-        return self._reference()
+
+
+@dataclass(frozen=True)
+class _Float:
+    """A parameter or buffer of a float part as it was when it went into what is compiled."""
+
+    owner: Mapping[str, Tensor | None]
+    name: str
+    value: Tensor
+    version: int | None
+
+    def has_changed(self) -> bool:
+        """Whether it is another one now, or was written to."""
+        return self.owner.get(self.name) is not self.value or _version(self.value) != self.version
+
+
+def _floats(root: nn.Module) -> list[_Float]:
+    """All of them; int8 layers tell of changes themselves."""
+    return [
+        _Float(owner, name, value, _version(value))
+        for module in root.modules()
+        if not isinstance(module, QuantizedLayer)
+        for owner in (module._parameters, module._buffers)
+        for name, value in owner.items()
+        if value is not None
+    ]
+
+
+def _version(value: Tensor) -> int | None:
+    """Counts how often a tensor was written to; inference tensors do not count."""
+    return None if value.is_inference() else value._version
 
 
 def _key(leaf: Any) -> Any:

@@ -274,6 +274,28 @@ def test_excluded_layers_stay_float(backend: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("way", ["in place", "child", "replaced", "buffer"])
+def test_changes_of_float_parts_count_from_the_next_call_on(way: str, backend: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4))
+    x = torch.randn(2, 3, 8, 8)
+    reference, int8 = both(net, [x], backend, QConfig(exclude=("2",)))
+    before = int8(x)
+    for model in (reference, int8):
+        conv, bn = model.get_submodule("2"), model.get_submodule("3")
+        if way == "in place":
+            conv.weight *= -1
+        elif way == "child":
+            conv.load_state_dict({name: value * -1 for name, value in conv.state_dict().items()})
+        elif way == "replaced":
+            conv.weight = nn.Parameter(-conv.weight)
+        else:
+            bn.running_mean += 1
+    assert_close(int8(x), reference(x))
+    assert not torch.allclose(int8(x), before)
+
+
+@torch.no_grad()
 def test_any_shape_and_memory_layout_will_do(int8: Any, reference: Any) -> None:
     for shape in ((1, 3, 8, 8), (5, 3, 8, 8), (2, 3, 12, 10), (1, 3, 8, 8), (0, 3, 8, 8)):
         x = torch.randn(shape)
