@@ -86,6 +86,7 @@ def conv(
     x_zero_point: int,
     packed: Any,
     dims: int,
+    channels: int,
     scale: float,
     zero_point: int,
     relu: bool,
@@ -93,11 +94,12 @@ def conv(
 ) -> Tensor:
     """A convolution of codes (batch, channels, *spatial), or without the batch, rounded once.
 
-    ``packed`` is the weight in the form of its engine, with the geometry in it; ``ends`` are the smallest and the
-    largest code of the result, where these are not 0 and 255 or what ``relu`` makes of them.
+    ``packed`` is the weight in the form of its engine, with the geometry in it, for so many ``channels``; ``ends`` are
+    the smallest and the largest code of the result, where these are not 0 and 255 or what ``relu`` makes of them.
     """
     if x.dim() == dims + 1:
-        return conv(x[None], x_scale, x_zero_point, packed, dims, scale, zero_point, relu, ends)[0]
+        return conv(x[None], x_scale, x_zero_point, packed, dims, channels, scale, zero_point, relu, ends)[0]
+    kernels.check_width(x, channels, 1)  # qnnpack reads what is not there
     function = _convolution(dims, relu)
     return _ended(unwrap(function(wrap(x, x_scale, x_zero_point), packed, scale, zero_point)), ends)
 
@@ -113,6 +115,7 @@ def conv_transpose(
     x_scale: float,
     x_zero_point: int,
     packed: Any,
+    channels: int,
     spacing: list[int],
     before: list[int],
     after: list[int],
@@ -125,7 +128,7 @@ def conv_transpose(
     dims = len(spacing)
     batched = x[None] if x.dim() == dims + 1 else x
     spread = kernels.spread(batched, x_zero_point, spacing, before, after)
-    y = conv(spread, x_scale, x_zero_point, packed, dims, scale, zero_point, relu, ends)
+    y = conv(spread, x_scale, x_zero_point, packed, dims, channels, scale, zero_point, relu, ends)
     return y[0] if x.dim() == dims + 1 else y
 
 
@@ -134,25 +137,27 @@ def linear(
     x_scale: float,
     x_zero_point: int,
     packed: Any,
-    features: int,
+    shape: list[int],
     scale: float,
     zero_point: int,
     relu: bool,
     ends: tuple[int, int] | None,
 ) -> Tensor:
-    """A linear layer on codes (..., features) with a packed weight, rounded once."""
+    """A linear layer on codes (..., features) with a packed weight (of a shape), rounded once."""
+    kernels.check_width(x, shape[1])  # qnnpack reads what is not there
     if not x.numel():
-        return x.new_empty((*x.shape[:-1], features))
+        return x.new_empty((*x.shape[:-1], shape[0]))
     rows = x[None] if x.dim() == 1 else x
     function = _quantized.linear_relu if relu else _quantized.linear
     y = _ended(unwrap(function(wrap(rows, x_scale, x_zero_point), packed, scale, zero_point)), ends)
     return y[0] if x.dim() == 1 else y
 
 
-def linear_to_float(x: Tensor, x_scale: float, x_zero_point: int, packed: Any, features: int) -> Tensor:
+def linear_to_float(x: Tensor, x_scale: float, x_zero_point: int, packed: Any, shape: list[int]) -> Tensor:
     """A linear layer on codes (..., features) with a weight packed by fbgemm, not rounded: float32."""
+    kernels.check_width(x, shape[1])
     if not x.numel():
-        return x.new_empty((*x.shape[:-1], features), dtype=torch.float32)
+        return x.new_empty((*x.shape[:-1], shape[0]), dtype=torch.float32)
     # The operator puts floats on this grid itself, on which these are.
     floats = kernels.dequantize(x if x.dim() > 1 else x[None], x_scale, x_zero_point)
     y = _quantized.linear_with_input_q_dq_qweight_dq_output_fp32(floats, x_scale, x_zero_point, packed)

@@ -120,7 +120,7 @@ class Engine:
             return None
         call.layer.kernel = f"{self.name} linear to float32"
         packed = call.packed(graph, LinearPacking("fbgemm", call.x.coded()[1]))
-        args = (*call.x.coded(), packed, call.layer.codes.shape[0])
+        args = (*call.x.coded(), packed, list(call.layer.codes.shape))
         return graph.call_function(engine_kernels.linear_to_float, args)
 
     def _emit(self, graph: fx.Graph, call: LayerCall, out: QParams, ends: tuple[int, int]) -> fx.Node | None:
@@ -138,20 +138,22 @@ class Engine:
         if node.target is aten.linear.default:
             layer.kernel = f"{self.name} linear{fused} to uint8"
             packed = call.packed(graph, LinearPacking(self.name, x_scale))
-            return graph.call_function(engine_kernels.linear, (*x, packed, layer.codes.shape[0], *tail))
+            return graph.call_function(engine_kernels.linear, (*x, packed, list(layer.codes.shape), *tail))
         if node.target in CONV_TRANSPOSES:
             dims = CONV_TRANSPOSES[node.target]
             spacing, before, after, dilation, groups = spread_geometry(node, dims, layer.codes.shape[2:])
             pack = ConvPacking(self._engine(groups), x_scale, [1] * dims, [0] * dims, dilation, groups, flipped=True)
             layer.kernel = f"{self.name} conv{dims}d, transposed{fused} to uint8"
-            args = (*x, call.packed(graph, pack), spacing, before, after, *tail)
+            channels = layer.codes.shape[1] * groups
+            args = (*x, call.packed(graph, pack), channels, spacing, before, after, *tail)
             return graph.call_function(engine_kernels.conv_transpose, args)
         dims = CONVS[node.target]  # type: ignore[index]
         geometry = conv_geometry(node, dims)
         if call.residual is None:
             packed = call.packed(graph, ConvPacking(self._engine(geometry[-1]), x_scale, *geometry))
             layer.kernel = f"{self.name} conv{dims}d{fused} to uint8"
-            return graph.call_function(engine_kernels.conv, (*x, packed, dims, *tail))
+            channels = layer.codes.shape[1] * geometry[-1]
+            return graph.call_function(engine_kernels.conv, (*x, packed, dims, channels, *tail))
         packed = call.packed(graph, ConvPacking("onednn", x_scale, *geometry))
         layer.kernel = f"{self.name} conv{dims}d+sum{fused} to uint8"
         middle = (*geometry, list(layer.codes.shape), *call.residual.coded())

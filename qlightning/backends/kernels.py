@@ -208,6 +208,16 @@ def linear(
     )  # fmt: skip
 
 
+def check_width(x: Tensor, expected: int, dim: int = -1) -> None:
+    """Refuses an input of a wrong width, where the kernel itself would not see it.
+
+    Raises:
+        RuntimeError: It has another one.
+    """
+    if x.shape[dim] != expected:
+        raise RuntimeError(f"An input of shape {tuple(x.shape)} is given to a layer that takes {expected} channels.")
+
+
 def binary(
     name: str,
     left: Tensor,

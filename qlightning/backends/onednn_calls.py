@@ -272,10 +272,11 @@ class Linear:
         weight, (w_scale, w_zero_point, bias) = pack_linear(layer), self.result.scales(layer)
         result = self.result.arguments()
         kernel = _onednn.qlinear_pointwise.default
-        features, dtype = w_scale.shape[0], self.result.dtype
+        (features, inputs), dtype = layer.codes.shape, self.result.dtype
 
         def run(x: Tensor) -> Tensor:
             if not x.numel():  # torch (2.14) gives it two dimensions whatever x has
+                kernels.check_width(x, inputs)
                 return x.new_empty((*x.shape[:-1], features), dtype=dtype)
             y: Tensor = kernel(x.contiguous(), x_scale, x_zero_point, weight, w_scale, w_zero_point, bias, *result)
             return y

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, report
+from qlightning.affine import sqnr
 from qlightning.backends import available, backends, registry, resolve_backend
 from qlightning.errors import BackendError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
@@ -219,3 +220,53 @@ def test_an_int8_model_copies_saves_and_loads(backend: str) -> None:
     changed[0].codes.zero_()
     changed[0].repack()
     assert not torch.equal(changed(x), int8(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("layer", "shape", "wrong"),
+    [
+        (nn.Linear(8, 8), (4, 8), [(4, 7), (4, 16), (4, 0), (7,)]),
+        (nn.Conv2d(8, 8, 3), (2, 8, 6, 6), [(2, 7, 6, 6), (2, 16, 6, 6), (4, 6, 6)]),
+        (nn.Conv2d(8, 8, 3, groups=4), (2, 8, 6, 6), [(2, 4, 6, 6), (2, 16, 6, 6)]),
+        (nn.ConvTranspose2d(8, 8, 3), (2, 8, 6, 6), [(2, 7, 6, 6), (2, 16, 6, 6)]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_inputs_of_a_wrong_width_are_refused(
+    layer: nn.Module, shape: tuple[int, ...], wrong: list[tuple[int, ...]], backend: str
+) -> None:
+    net = prepare(nn.Sequential(copy.deepcopy(layer), nn.ReLU()).eval(), mode="ptq", backend=backend)
+    int8 = convert(calibrate(net, [torch.randn(shape)]))
+    int8(torch.randn(shape))
+    kernels = [row.kernel for row in report(int8).layers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the backend is not at fault
+        for other in wrong:
+            with pytest.raises(RuntimeError):
+                int8(torch.randn(other))
+    assert [row.kernel for row in report(int8).layers] == kernels
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("factor", [0.0, 1e-9, 1e-6])
+@pytest.mark.parametrize("layer", [nn.Conv2d(8, 8, 3), nn.Linear(8, 8)], ids=["conv", "linear"])
+def test_channels_whose_bias_exceeds_32_bits_in_steps_of_their_sums(
+    layer: nn.Module, factor: float, backend: str
+) -> None:
+    """ONNX Runtime would cut such a bias off."""
+    torch.manual_seed(0)
+    layer = copy.deepcopy(layer)
+    assert isinstance(layer.weight, Tensor)
+    assert isinstance(layer.bias, Tensor)
+    layer.weight[:2] *= factor
+    layer.bias[:2] = torch.tensor([0.5, -0.5])
+    is_linear = isinstance(layer, nn.Linear)
+    net = nn.Sequential(layer, nn.Hardtanh(-1, 1), nn.Linear(8, 4) if is_linear else nn.Conv2d(8, 4, 1))
+    x = torch.randn((16, 8) if is_linear else (2, 8, 6, 6))
+    calibrate(prepare(net.eval(), mode="ptq", backend=backend), [x])
+    prepared, reference, found = net(x), convert(net, backend="reference")(x), convert(net)(x)
+    torch.testing.assert_close(reference, prepared)
+    assert sqnr(reference, found) > 50

@@ -222,7 +222,8 @@ def run_conv(name: str, layer: QuantizedLayer, x: Tensor, q: QParams, out: QPara
     lists = {key: [value] * dims for key, value in given.items()}
     onednn = backends()[name].reduced is None and name == "x86" and groups > 100
     pack = engine_kernels.ConvPacking("onednn" if onednn else name, q.scale, **lists, groups=groups)
-    return engine_kernels.conv(x, q.scale, q.zero_point, pack(layer), dims, out.scale, out.zero_point, False, None)
+    end = (out.scale, out.zero_point, False, None)
+    return engine_kernels.conv(x, q.scale, q.zero_point, pack(layer), dims, x.shape[1], *end)
 
 
 def grid(values: Tensor) -> QParams:
@@ -288,11 +289,12 @@ class TestLayers:
         values = sums_in_float64(layer, x, q, nn.functional.linear)
         out = grid(values)
         packed = engine_kernels.LinearPacking(name, q.scale)(layer)
-        found = engine_kernels.linear(x, q.scale, q.zero_point, packed, 8, out.scale, out.zero_point, False, None)
+        shape, end = list(layer.codes.shape), (out.scale, out.zero_point, False, None)
+        found = engine_kernels.linear(x, q.scale, q.zero_point, packed, shape, *end)
         assert_rounded(found, values, out)
         if name != "qnnpack":
             packed = engine_kernels.LinearPacking("fbgemm", q.scale)(layer)
-            floats = engine_kernels.linear_to_float(x, q.scale, q.zero_point, packed, 8)
+            floats = engine_kernels.linear_to_float(x, q.scale, q.zero_point, packed, shape)
             torch.testing.assert_close(floats.double(), values, rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize("name", ENGINES)
