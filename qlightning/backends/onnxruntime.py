@@ -87,11 +87,19 @@ class _Compiled:
         binding = self._session.io_binding()
         results = [torch.empty(shape, dtype=dtype) for _, shape, dtype in self._outputs]
         for name, x in zip(self._inputs, tensors, strict=True):
-            binding.bind_input(name, "cpu", 0, x.numpy().dtype.type, tuple(x.shape), x.data_ptr())
+            binding.bind_input(name, "cpu", 0, x.numpy().dtype.type, tuple(x.shape), _pointer(x))
         for (name, _, _), y in zip(self._outputs, results, strict=True):
-            binding.bind_output(name, "cpu", 0, y.numpy().dtype.type, tuple(y.shape), y.data_ptr())
+            binding.bind_output(name, "cpu", 0, y.numpy().dtype.type, tuple(y.shape), _pointer(y))
         self._session.run_with_iobinding(binding)
         return results
+
+
+_SOME = torch.empty(1)
+
+
+def _pointer(x: Tensor) -> int:
+    """Where its memory is; it refuses none at all, as empty tensors have."""
+    return x.data_ptr() or _SOME.data_ptr()
 
 
 _DTYPES = {

@@ -360,6 +360,28 @@ def test_arguments_and_results_that_are_no_tensors(backend: str) -> None:
 
 
 @torch.no_grad()
+def test_empty_results_and_empty_values_between(backend: str) -> None:
+    class Parts(nn.Module):
+        """Splits rows; ``cdist`` is torch's, so that an empty one comes into a part again."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = self.fc(x)
+            distances = torch.cdist(y[:0], y)
+            return y, y[:0], distances.sigmoid() + 1
+
+    torch.manual_seed(0)
+    batches = [torch.randn(3, 4) for _ in range(2)]
+    reference, int8 = both(Parts(), batches, backend)
+    found, expected = int8(batches[0]), reference(batches[0])
+    assert_close(found[0], expected[0])
+    assert [y.shape for y in found] == [y.shape for y in expected] == [(3, 4), (0, 4), (0, 3)]
+
+
+@torch.no_grad()
 def test_it_follows_the_threads_of_torch(int8: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     engine = {"openvino": openvino.OpenVINO, "onnxruntime": onnxruntime.OnnxRuntime}[backend]
