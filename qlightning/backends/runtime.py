@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,9 @@ class Runtime:
             call = self._calls[key] = self._compile(leaves)
             while len(self._calls) > MAX_SHAPES:
                 self._calls.popitem(last=False)
+        else:
+            with suppress(KeyError):  # another thread has just dropped it
+                self._calls.move_to_end(key)
         return call(leaves)
 
     def _compile(self, leaves: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:

@@ -308,6 +308,21 @@ def test_any_shape_and_memory_layout_will_do(int8: Any, reference: Any) -> None:
 
 
 @torch.no_grad()
+def test_a_shape_in_use_stays_compiled(int8: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qlightning.backends import runtime  # it needs onnx
+
+    compiled = []
+    whole = runtime.Runtime._compile
+    monkeypatch.setattr(
+        runtime.Runtime, "_compile", lambda self, leaves: compiled.append(len(leaves[0])) or whole(self, leaves)
+    )
+    monkeypatch.setattr(runtime, "MAX_SHAPES", 2)
+    for batch in (1, 2, 1, 3, 1, 2):
+        int8(samples(batch)[0])
+    assert compiled == [1, 2, 3, 2]
+
+
+@torch.no_grad()
 def test_results_are_the_callers(int8: Any) -> None:
     x, _ = samples(4)
     first = int8(x)
