@@ -51,8 +51,9 @@ PACKAGES = ("torch", "torchao", "onnxruntime", "openvino", "nncf")
 BUILD_SECONDS = 300
 """What a peer may take to build a net."""
 OURS, PEER = "onednn", "torch.ao FX, x86"
-REQUIRED_EACH, REQUIRED_MEAN = 1.0, 1.5
-"""Times as fast as PEER that OURS has to be: in every case, and in the geometric mean."""
+FASTEST = "openvino"
+REQUIRED = {OURS: 1.5, FASTEST: 1.1}
+"""Times as fast as PEER, and as the fastest peer, that ours have to be in the geometric mean; in every case once."""
 
 Row = dict[str, Any]
 
@@ -199,6 +200,7 @@ class Bench:
                 "int8_operations_per_cpu_second": self.limits,
             },
             "versions": {package: _version(package) for package in PACKAGES},
+            "arguments": sys.argv[1:],
             "rounds": self.rounds,
             "rows": self.rows,
             "left_out": self.left_out,
@@ -206,17 +208,21 @@ class Bench:
 
     def missed(self) -> list[str]:
         """What of the required ratios is missed."""
-        found = {
-            (row["net"], row["batch"], row["threads"]): row["times_as_fast_as"][PEER].median
-            for row in self.rows
-            if row["runner"] == OURS and PEER in row["times_as_fast_as"]
-        }
+        peers = {family.name for family in self.families if family.kind == "peer"}
+        return self._missed(OURS, {PEER}) + self._missed(FASTEST, peers)
+
+    def _missed(self, ours: str, peers: set[str]) -> list[str]:
+        found = {}
+        for row in self.rows:
+            ratios = [row["times_as_fast_as"][name].median for name in peers & row["times_as_fast_as"].keys()]
+            if row["runner"] == ours and ratios:
+                found[row["net"], row["batch"], row["threads"]] = min(ratios)
         if not found:
             return []
         mean = statistics.geometric_mean(found.values())
-        print(f"{OURS} against {PEER}: {mean:.2f}x in the geometric mean of {len(found)} cases")
-        low = [f"{case}: {value:.2f}x" for case, value in found.items() if value < REQUIRED_EACH]
-        return low + ([f"mean {mean:.2f}x, required {REQUIRED_MEAN}x"] if mean < REQUIRED_MEAN else [])
+        print(f"{ours} against the fastest of {sorted(peers)}: {mean:.2f}x in the mean of {len(found)} cases")
+        low = [f"{ours}, {case}: {value:.2f}x" for case, value in found.items() if value < 1.0]
+        return low + ([f"{ours}: mean {mean:.2f}x, required {REQUIRED[ours]}x"] if mean < REQUIRED[ours] else [])
 
 
 def _line(row: Row) -> str:
