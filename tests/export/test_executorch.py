@@ -226,7 +226,7 @@ def test_what_cannot_be_a_program_says_why(tmp_path, int8, monkeypatch):
     with pytest.raises(ArtifactError, match="does not run"):
         save_executorch(quantize_model(volumes, [torch.randn(2, 2, 8, 8, 8)]), path)
     monkeypatch.setitem(sys.modules, "executorch.exir", None)
-    with pytest.raises(ImportError, match="pip install executorch"):
+    with pytest.raises(ImportError, match=r"pip install 'qlightning\[executorch\]'"):
         save_executorch(int8, path)
     assert list(tmp_path.iterdir()) == []
 
