@@ -1,4 +1,4 @@
-"""From what ``scripts/bench/int8.py`` has written to ``docs/benchmarks.md`` and its pictures.
+"""From what ``int8.py``, ``qat_step.py`` and ``scaling.py`` have written to ``docs/benchmarks.md`` and its pictures.
 
 python scripts/bench/render.py [--json docs/benchmarks/int8.json] [--out docs/benchmarks.md]
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import shlex
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.render_training import growth, training
 
 Row = dict[str, Any]
 Case = tuple[int, int]
@@ -60,7 +65,7 @@ def markdown(results: Results, pictures: str) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items() if number)
     return "\n".join(
         [
-            "# Benchmarks of int8 inference",
+            "# Benchmarks",
             "",
             "Written by `scripts/bench/render.py` from [`int8.json`](benchmarks/int8.json), which "
             f"`python scripts/bench/int8.py {shlex.join(record['arguments'])}` has measured; do not edit.",
@@ -212,7 +217,11 @@ def main() -> None:
     pictures.mkdir(exist_ok=True)
     draw(results, pictures / "speed.svg", lambda row: row["times_as_fast_as"].get(FLOAT), "times as fast as float")
     draw(results, pictures / "limit.svg", lambda row: [100 * row["of_limit"]] * 3, "% of the limit")
-    options.out.write_text(markdown(results, pictures.name).rstrip() + "\n")
+    text = [markdown(results, pictures.name)]
+    for section, name in ((training, "qat_step.json"), (growth, "scaling.json")):
+        if (measured := options.json.with_name(name)).exists():
+            text += section(measured)
+    options.out.write_text("\n".join(text).rstrip() + "\n")
 
 
 if __name__ == "__main__":
