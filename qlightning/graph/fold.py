@@ -10,8 +10,7 @@ from torch import Tensor
 
 from qlightning.affine import SCALE_MIN, quantize
 from qlightning.fake_quantize import WeightFakeQuantize
-from qlightning.nn.bias import folded_bias, rounded_bias
-from qlightning.nn.qat import bn_factor
+from qlightning.nn.bias import folded_bias, folded_factor, rounded_bias
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.qscheme import QScheme
 
@@ -49,9 +48,8 @@ def quantized_layer(
         codes = quantize(w, fq.scale, fq.zero_point, fq.scheme)
     else:
         codes = quantize(w * _shaped(multiplier, w), fq.scale, fq.zero_point, fq.scheme)
-    factor = torch.ones_like(scale) if bn is None else bn_factor(bn)
-    factors = factor if multiplier is None else factor / multiplier
-    codes, scale, zero_point = _scaled(codes, scale, zero_point, factors, fq.scheme)
+    factor = folded_factor(scale, bn, multiplier)
+    codes, scale, zero_point = _scaled(codes, scale, zero_point, factor, fq.scheme)
     new_bias = folded_bias(bias, bn)
     # Where gamma is zero, or as good as, all of the channel is, whatever its scale is said to be.
     vanished = (scale == 0) | (bn.weight.detach() == 0 if bn is not None and bn.weight is not None else False)

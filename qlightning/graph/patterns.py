@@ -58,7 +58,7 @@ def plan(
     ops: Vocabulary,
     is_int8_layer: Callable[[fx.Node], bool],
     floats: Collection[fx.Node],
-    rounds_layer: Callable[[bool, str], bool] = lambda in_sum, activation: False,
+    rounds_layer: Callable[[bool, str], bool],
 ) -> Plan:
     """Finds the blocks of a graph and the values that need a grid.
 

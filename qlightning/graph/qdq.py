@@ -173,16 +173,13 @@ class GraphConversion:
             return layer if fq.seen_ndims == {2} else None
         return layer
 
-    def _rounds_bias(self, layer: fx.Node, bn: fx.Node | None) -> tuple[str, Tensor | None]:
-        """The name and the scale of the input's grid, where the prepared graph rounds the layer's bias by it."""
-        for user in (bn or layer).users:
+    def _rounded_by(self, result: fx.Node, bn: nn.Module | None) -> tuple[str, Tensor | None]:
+        """The name and the scale of the grid by which the prepared graph rounds the bias of what gives a result."""
+        for user in result.users:
             rounding = self._ops.module(user)
-            if isinstance(rounding, BiasRounding) and rounding.rounds() and rounding.of[1] is self._module_of(bn):
-                return str(source_of(self._ops[layer].inputs[0], self._ops).target), rounding.of[2].scale
+            if isinstance(rounding, BiasRounding) and rounding.rounds() and rounding.of[1] is bn:
+                return rounding.of[2].name, rounding.of[2].scale
         return "", None
-
-    def _module_of(self, node: fx.Node | None) -> nn.Module | None:
-        return None if node is None else self._ops.module(node)
 
     def _quantize_dequantize(self, value: fx.Node, fq: FakeQuantize) -> fx.Node:
         scheme = fq.scheme
@@ -238,10 +235,9 @@ class GraphConversion:
         number = self._calls.get(path, 0)
         self._calls[path] = number + 1
         follower = only_user(node, self._ops)
-        folded = follower is not None and self._folds_into(follower) is node
-        bn_name = str(follower.target) if folded and follower is not None else ""
-        bn = self._module_of(follower) if folded else None
-        x_name, x_scale = self._rounds_bias(node, follower if bn_name else None)
+        bn_node = follower if follower is not None and self._folds_into(follower) is node else None
+        bn, bn_name = (None, "") if bn_node is None else (self._ops.module(bn_node), str(bn_node.target))
+        x_name, x_scale = self._rounded_by(bn_node or node, bn)
         name = self._place(
             Source(path, bn_name, 0 if bn_name else number, x=x_name, **names),
             lambda: quantized_layer(weight, bias, fq, bn, base.__name__, multiplier, x_scale),

@@ -25,6 +25,18 @@ def folded_bias(bias: Tensor | None, bn: Any | None) -> Tensor | None:
     return folded if bn.bias is None else folded + bn.bias.detach().float()
 
 
+def folded_factor(scale: Tensor, bn: Any | None, multiplier: Tensor | None) -> Tensor:
+    """What folding multiplies the scales of a weight by, float32 (out,).
+
+    Args:
+        scale: float32 (out,), of the weight as it is.
+        bn: The BatchNorm that folds into the layer; None for none.
+        multiplier: What is in these scales already, float32 (out,); None for nothing.
+    """
+    factor = torch.ones_like(scale) if bn is None else bn_factor(bn)
+    return factor if multiplier is None else factor / multiplier
+
+
 def rounded_bias(bias: Tensor, step: Tensor) -> Tensor:
     """The multiple of ``step`` that is nearest, as int32 biases are in the steps of integer sums.
 
@@ -71,13 +83,9 @@ class BiasRounding(nn.Identity):
         bias = folded_bias(layer.bias, bn)
         if bias is None:
             return None
-        step = weight.scale.expand(bias.shape)
-        multiplier = layer.multiplier()
-        if bn is not None:
-            step = step * bn_factor(bn)
-        if multiplier is not None:
-            step = step / multiplier
-        shift = rounded_bias(bias, step.abs() * x.scale) - bias
+        scale = weight.scale.expand(bias.shape)
+        scale = scale * folded_factor(scale, bn, layer.multiplier())
+        shift = rounded_bias(bias, scale.abs() * x.scale) - bias
         return shift if bn is None or bn.weight is None else shift.masked_fill(bn.weight == 0, 0.0)
 
     def rounds(self) -> bool:

@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.bench.markdown import head, line
 from scripts.bench.render_training import growth, training
 
 Row = dict[str, Any]
@@ -112,12 +113,12 @@ def _against(results: Results, ours: str, words: str, peers: list[str]) -> Itera
             found = min((ratios[name] for name in peers if name in ratios), default=None)
             cells.append("" if found is None else _interval(found))
             medians += [] if found is None else [found[0]]
-        lines.append(_line([net, *cells]))
+        lines.append(line([net, *cells]))
     if not medians:
         return
     yield f"## `{ours}` against {words}: times as fast"
     yield ""
-    yield from _head("net", [_case(case) for case in results.cases])
+    yield from head(["net"], [_case(case) for case in results.cases])
     yield from lines
     yield ""
     yield f"Geometric mean: {statistics.geometric_mean(medians):.2f}."
@@ -128,12 +129,12 @@ def _tables(results: Results, cell: Callable[[Row], str]) -> Iterator[str]:
     for case in results.cases:
         yield f"{_case(case)[0].upper()}{_case(case)[1:]}:"
         yield ""
-        yield from _head("", results.nets)
+        yield from head([""], results.nets)
         for runner in results.runners:
             rows = (results.row(net, case, runner) for net in results.nets)
             cells = ["" if row is None else cell(row) for row in rows]
             if any(cells):
-                yield _line([runner, *cells])
+                yield line([runner, *cells])
         yield ""
 
 
@@ -158,15 +159,6 @@ def _interval(ratio: list[float]) -> str:
 def _case(case: Case) -> str:
     batch, threads = case
     return f"batch {batch}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _head(first: str, columns: list[str]) -> Iterator[str]:
-    yield _line([first, *columns])
-    yield _line(["---", *["---:"] * len(columns)])
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def draw(results: Results, path: Path, value: Callable[[Row], list[float] | None], label: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from scripts.bench.markdown import head, line
+
 PHASES = ("observers on", "observers frozen", "all frozen")
 
 
@@ -22,12 +24,11 @@ def training(path: Path) -> Iterator[str]:
     yield "ratios of CPU time with their 95 % interval, and ratios of peak memory where observers are on."
     yield f"Batch {record['batch']}, {record['machine']['threads']} thread, {record['rounds']} rounds. {versions}."
     yield ""
-    yield f"| net, image, precision | phase | {' | '.join(trainees)} |"
-    yield f"| --- | --- |{' ---: |' * len(trainees)}"
+    yield from head(["net, image, precision", "phase"], trainees)
     for net, size, precision in dict.fromkeys((r["net"], r["size"], r["precision"]) for r in record["rows"]):
         for phase in PHASES:
             cells = [_step(rows.get((net, size, precision, name, phase)), phase) for name in trainees]
-            yield f"| {net}, {size}x{size}, {precision} | {phase} | {' | '.join(cells)} |"
+            yield line([f"{net}, {size}x{size}, {precision}", phase, *cells])
     yield ""
 
 
@@ -49,9 +50,8 @@ def growth(path: Path) -> Iterator[str]:
     yield f"Slopes of log time over log size, from [`scaling.json`](benchmarks/{path.name}), which"
     yield "`python scripts/bench/scaling.py` has measured: 1 is linear, and the float step is what grows anyway."
     yield ""
-    yield f"| | {' | '.join(axes)} |"
-    yield f"| --- |{' ---: |' * len(axes)}"
+    yield from head([""], axes)
     for stage in stages:
         cells = (slopes.get((axis, stage)) for axis in axes)
-        yield f"| {stage} | {' | '.join('' if slope is None else f'{slope:.2f}' for slope in cells)} |"
+        yield line([stage, *("" if slope is None else f"{slope:.2f}" for slope in cells)])
     yield ""
