@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -38,6 +38,7 @@ class Backend:
         centres_signed: Whether its kernels are faster on values of both signs where the zero point is in the middle.
         rounds_layer: Whether a layer is to be rounded before what follows it in its block: told whether a sum takes it
             in, and the name of the activation behind ("" for none). For kernels that would not be int8 otherwise.
+        chosen: Why ``auto`` has chosen it; empty where it was asked for by name. Backends are equal whatever it says.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Backend:
     accepts: Callable[[QScheme, QScheme], str] = lambda activation, weight: ""
     centres_signed: bool = False
     rounds_layer: RoundsLayer = _rounds_once
+    chosen: str = field(default="", compare=False)
 
     def centred(self, activation: QScheme) -> QScheme:
         """The scheme of activations of both signs; affine ones of 8 bits become symmetric where that is faster."""
@@ -82,6 +84,10 @@ class Backend:
             return ""
         cpu = f"This CPU ({cpu_features()}) has neither VNNI nor AMX and adds pairs of products up in 16 bits"
         return f"{self.reason or cpu}: the {self.reduced}s have 7 bits, as full ranges would saturate."
+
+    def explain_choice(self) -> str:
+        """Says that ``auto`` has chosen this backend, and why; empty where it was asked for by name."""
+        return f"backend {self.name}, chosen by auto: {self.chosen}" if self.chosen else ""
 
     def __str__(self) -> str:
         return self.name

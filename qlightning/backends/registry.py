@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 
 from qlightning.backends import engines, onednn, onnxruntime, openvino, reference
-from qlightning.backends.base import Backend
+from qlightning.backends.base import Backend, cpu_features
 from qlightning.errors import BackendError, ConfigError, closest
 
 
@@ -57,9 +58,10 @@ def _usable(found: Backend) -> Backend:
 
 
 def _auto() -> Backend:
-    onednn = backends()["onednn"]
+    found = backends()
+    onednn, reference = found["onednn"], found["reference"]
     if not onednn.unavailable:
-        return onednn
+        return _explained(onednn, found["openvino"].unavailable)
     classic = [name for name in available() if name != "reference"]
     warnings.warn(
         f"'auto' finds no int8 kernels on this machine ({platform.machine()}: {onednn.unavailable}) The backend is "
@@ -67,4 +69,15 @@ def _auto() -> Backend:
         + (f" torch's classic engines here: {', '.join(classic)}." if classic else ""),
         stacklevel=3,
     )
-    return backends()["reference"]
+    return replace(reference, chosen=f"onednn cannot run here ({platform.machine()}): {onednn.unavailable}")
+
+
+@lru_cache
+def _explained(onednn: Backend, openvino_lacks: str) -> Backend:
+    """The backend with the reason for it: built once, as functions on tensors ask for it in every call."""
+    faster = f"is not installed here: {openvino_lacks}" if openvino_lacks else "is installed here."
+    return replace(
+        onednn,
+        chosen=f"this CPU ({cpu_features()}) runs its int8 kernels, which come with torch and compile nothing. auto "
+        f"takes no runtime, as these compile for every new shape; openvino, faster on most nets, {faster}",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 
 from qlightning.backends import Backend, backends, resolve_backend
 from qlightning.errors import BackendError
@@ -27,7 +28,7 @@ def backend_for(
         raise BackendError(f"Backend {chosen.name!r} cannot run this file: {problem} Load it with backend='reference'.")
     if problem:
         warnings.warn(f"The file runs on 'reference', at float speed: {problem}", stacklevel=4)
-        return backends()["reference"]
+        return replace(backends()["reference"], chosen=f"{chosen.name} does not take this file: {problem}")
     if chosen.name != facts.backend:
         warnings.warn(
             f"The file was made for backend {facts.backend!r} (CPU: {facts.cpu}) and runs on {chosen.name!r}: results "

@@ -396,4 +396,4 @@ def _report(root: nn.Module, facts: Metadata, backend: Backend) -> Report:
         else LayerReport(row.name, row.kind, row.int8, row.reason, row.scheme)
         for row in facts.layers
     )
-    return Report(backend.name, facts.activation, layers, (), backend.explain_ranges())
+    return Report(backend.name, facts.activation, layers, (), backend.explain_ranges(), backend.explain_choice())

@@ -46,6 +46,7 @@ class Report:
         layers: A row for each.
         notes: Modules that could not be captured, and why.
         cpu: What this CPU means for the ranges; empty where it means nothing.
+        choice: Why ``auto`` has chosen the backend; empty where it was asked for by name.
     """
 
     backend: str
@@ -53,6 +54,7 @@ class Report:
     layers: tuple[LayerReport, ...]
     notes: tuple[str, ...] = ()
     cpu: str = ""
+    choice: str = ""
 
     @property
     def int8_layers(self) -> list[LayerReport]:
@@ -80,7 +82,7 @@ class Report:
             f"{len(self.int8_layers)} of {len(self.layers)} layers in int8; backend {self.backend}; "
             f"activations {self.activation}."
         )
-        return "\n".join([aligned(head, rows), summary, *([self.cpu] if self.cpu else []), *self.notes])
+        return "\n".join([aligned(head, rows), summary, *filter(None, (self.choice, self.cpu)), *self.notes])
 
 
 def report(model: nn.Module) -> Report:
@@ -106,7 +108,9 @@ def report(model: nn.Module) -> Report:
     notes = tuple(f"{failure}." for failure in preparation.failures)
     scheme = preparation.qconfig.activation
     centred = "" if preparation.backend.centred(scheme) == scheme else ", symmetric where values have both signs"
-    return Report(backend.name, f"{scheme}{centred}", tuple(rows), notes, backend.explain_ranges())
+    return Report(
+        backend.name, f"{scheme}{centred}", tuple(rows), notes, backend.explain_ranges(), backend.explain_choice()
+    )
 
 
 def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport | None:

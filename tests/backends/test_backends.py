@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, report
 from qlightning.affine import sqnr
 from qlightning.backends import available, backends, registry, resolve_backend
+from qlightning.backends.base import cpu_features
 from qlightning.errors import BackendError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.observers import MinMaxObserver
@@ -63,7 +64,31 @@ class TestChoice:
     def test_auto_without_kernels_is_the_reference_with_a_warning(self) -> None:
         others = ", ".join(name for name in available() if name != "reference")
         with pytest.warns(UserWarning, match=rf"'reference'.*{others}"):
-            assert resolve_backend("auto").name == "reference"
+            chosen = resolve_backend("auto")
+        assert chosen.name == "reference"
+        assert "chosen by auto: onednn cannot run here" in chosen.explain_choice()
+        assert "no kernels." in chosen.explain_choice()
+
+    @pytest.mark.parametrize("lacks", ["", "it needs openvino: pip install 'qlightning[openvino]'."])
+    def test_the_report_says_why_auto_has_chosen(self, lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = {**backends(), "onednn": replace(backends()["onednn"], unavailable="")}
+        found["openvino"] = replace(found["openvino"], unavailable=lacks)
+        monkeypatch.setattr(registry, "backends", lambda: found)
+        told = str(report(prepare(nn.Sequential(nn.Linear(4, 4)), backend="auto", mode="ptq")))
+        assert f"backend onednn, chosen by auto: this CPU ({cpu_features()}) runs its int8 kernels" in told
+        assert (lacks or "openvino, faster on most nets, is installed here.") in told
+
+    @pytest.mark.parametrize("name", BACKENDS)
+    def test_what_was_asked_for_needs_no_reason(self, name: str) -> None:
+        net = prepare(nn.Sequential(nn.Linear(4, 4)), backend=name, mode="ptq")
+        assert report(net).choice == ""
+        assert "auto" not in str(report(net))
+
+    def test_the_reason_does_not_make_another_backend(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            chosen = resolve_backend("auto")
+        assert chosen == resolve_backend(chosen.name)
 
     @pytest.mark.usefixtures("no_kernels")
     def test_missing_kernels_say_why_and_what_there_is(self) -> None:
