@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format types clean
+.PHONY: help install demo test test-all lint format types docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -41,5 +41,8 @@ format: $(INSTALLED) ## Mend style and format
 types: $(INSTALLED) ## Check types
 	$(BIN)/mypy
 
+docs: $(INSTALLED) ## Write the documents as a site, to site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 clean: ## Remove .venv, run folders and caches
-	rm -rf $(VENV) outputs multirun lightning_logs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site outputs multirun lightning_logs *.egg-info .pytest_cache .mypy_cache .ruff_cache

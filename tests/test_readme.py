@@ -52,27 +52,6 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-DOCS = sorted((ROOT / "docs").glob("*.md"))
-WITH_CODE = [page for page in DOCS if page.stem != "benchmarks"]  # which a script writes, of figures alone
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_code_of_the_documents_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    code = blocks("python", page.read_text())
-    assert code
-    for block in code:
-        exec(compile(block, page.name, "exec"), names)
-
-
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
-def test_links_of_the_documents_exist(page: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if "://" not in link]
-    assert not [link for link in links if not (page.parent / link).exists()]
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
