@@ -74,7 +74,7 @@ class FakeQuantize(nn.Module):
         if self.calibrating:
             self._observe(x)
             return x
-        inside = self._follow(x) if self.training and self.observer_enabled else False
+        inside = self._follow(x) if self.training and self.observer_enabled and not _recomputes() else False
         if not (self.fake_quant_enabled and self.observed):
             return x
         return fake_quantize(x, self.scale, self.zero_point, self.scheme, inside)
@@ -168,6 +168,11 @@ class FakeQuantize(nn.Module):
     def extra_repr(self) -> str:
         """The scheme, for ``print(model)``."""
         return str(self.scheme)
+
+
+def _recomputes() -> bool:
+    """Whether a backward runs: gradient checkpointing then calls the forward again, on what was observed already."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _is_our_maths(observer: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qlightning import QConfig, QScheme, calibrate, convert, prepare
 from qlightning.affine import sqnr
@@ -304,3 +305,24 @@ def test_a_layer_before_several_batch_norms(weight: QScheme, mode: Any, function
         for backend in usable:
             for ours, theirs in zip(convert(net, backend=backend)(x), expected, strict=True):
                 assert sqnr(theirs, ours) >= 40
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_neither_ranges_nor_gradients(use_reentrant: bool) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3), nn.Hardswish(), nn.Flatten(), nn.Linear(128, 4)]
+        return prepare(nn.Sequential(*layers)).train()
+
+    plain, checkpointed = net(), net()
+    for step in range(3):
+        x = (torch.randn(4, 3, 8, 8) * (step + 1)).requires_grad_()
+        for module in (plain, checkpointed):
+            module.zero_grad()
+        plain(x).square().mean().backward()
+        out = checkpoint(checkpointed, x, use_reentrant=use_reentrant)
+        out.square().mean().backward()
+        for ours, expected in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, expected.grad)  # type: ignore[arg-type]
+    found, expected_state = checkpointed.state_dict(), plain.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected_state.items())
