@@ -11,8 +11,9 @@ import onnx
 import torch
 from torch import Tensor, fx
 
+from qlightning.backends.onnx_call import Call, UntranslatableError
 from qlightning.backends.onnx_graph import DTYPES, OnnxGraph
-from qlightning.backends.onnx_operators import OPERATORS, Call, UntranslatableError
+from qlightning.backends.onnx_operators import OPERATORS
 from qlightning.backends.qdq import (
     DEQUANTIZE,
     DEQUANTIZE_PER_CHANNEL,
