@@ -14,7 +14,7 @@ PACKAGE = Path(qlightning.__file__).parent
 # From the bottom to the top; a part imports what is below it, and itself.
 LAYERS = (
     ("errors", "files", "single", "strict_json", "table", "version"),
-    ("qscheme",),
+    ("qscheme", "html"),
     ("blocks",),
     ("affine",),
     ("qparams",),

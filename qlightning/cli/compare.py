@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from qlightning.affine import sqnr
-from qlightning.backends.qdq import layer_path
 from qlightning.cli import nets
 from qlightning.cli.output import positive, shown
 from qlightning.cli.runners import facts_of, loaded, runner
 from qlightning.errors import ConfigError, QuantizationError
 from qlightning.graph.programs import Captured
+from qlightning.graph.recording import Int8Run
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.table import aligned
 from qlightning.tensor_file import load_tensors
@@ -114,24 +114,10 @@ def _layer_results(net: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tens
     graph = next(fitting, None)
     if graph is None:
         return {}
-    recorder = _Recorder(fx.GraphModule(net, graph))
+    found: dict[str, Tensor] = {}
     with torch.inference_mode():
-        recorder.run(*inputs)
-    return recorder.found
-
-
-class _Recorder(fx.Interpreter):
-    """Runs a QDQ graph and keeps what its layers give."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.found: dict[str, Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if (path := layer_path(n)) is not None:
-            self.found[str(path)] = value
-        return value
+        Int8Run(net, graph, found.__setitem__).run(*inputs)
+    return found
 
 
 def _text(outputs: list[dict[str, Any]], layers: list[dict[str, Any]]) -> str:

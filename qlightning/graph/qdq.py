@@ -187,10 +187,12 @@ class GraphConversion:
         if scheme.axis is None:
             qparams = QParams(float(fq.scale), int(fq.zero_point), *ends)
             codes = self._new.call_function(QUANTIZE, (value, *qparams.args()))
+            codes.meta["grid"] = fq.name
             return self._new.call_function(DEQUANTIZE, (codes, *qparams.args()))
         scale, zero_point = (self._keep(fq.name, suffix, getattr(fq, suffix)) for suffix in ("scale", "zero_point"))
         grid = (self._new.get_attr(scale), self._new.get_attr(zero_point), scheme.axis, *ends)
         codes = self._new.call_function(QUANTIZE_PER_CHANNEL, (value, *grid))
+        codes.meta["grid"] = fq.name
         return self._new.call_function(DEQUANTIZE_PER_CHANNEL, (codes, *grid))
 
     def _get_attr(self, target: str) -> fx.Node:

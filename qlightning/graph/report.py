@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from qlightning.backends.qdq import NO_KERNEL
 from qlightning.errors import ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
-from qlightning.graph.preparation import CONV_TYPES, Preparation
+from qlightning.files import check_target, written_whole
+from qlightning.graph.dossier import page_of
+from qlightning.graph.preparation import CONV_TYPES, Preparation, is_prepared
+from qlightning.graph.source import Source
+from qlightning.html import render
 from qlightning.nn.qat import QATLayer, layer_type
 from qlightning.nn.quantized import QuantizedLayer
 from qlightning.table import aligned
@@ -47,6 +54,7 @@ class Report:
         notes: Modules that could not be captured, and why.
         cpu: What this CPU means for the ranges; empty where it means nothing.
         choice: Why ``auto`` has chosen the backend; empty where it was asked for by name.
+        source: What :meth:`save` looks into.
     """
 
     backend: str
@@ -55,6 +63,63 @@ class Report:
     notes: tuple[str, ...] = ()
     cpu: str = ""
     choice: str = ""
+    source: Source = field(default_factory=Source, repr=False, compare=False)
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        data: Iterable[Any] | None = None,
+        model: nn.Module | None = None,
+        figures: Mapping[str, Mapping[str, float]] | None = None,
+        sensitivity: Any = None,
+        latency: bool = False,
+    ) -> Path:
+        """Writes the report as one HTML file that needs no network: to look at, to print, to send.
+
+        It has the layers, the errors of weights, inputs and outputs, how codes are used, what a training did to the
+        ranges, settings and versions. Callbacks keep some samples of their batches, and both models, to look at; from
+        elsewhere activations need ``data``, and errors against float need ``model``. What is not known is listed.
+
+        Args:
+            path: The file; folders are made.
+            data: Batches to look at activations by, as :func:`calibrate` takes them.
+            model: The float model that the int8 one was made from; a trained model is compared with what it was before.
+            figures: What was measured elsewhere, such as ``{"float": {"accuracy": 0.917}, "int8": {"accuracy": 0.916,
+                "latency_ms": 1.9}}``; possible are "float", "fake_quant" and "int8".
+            sensitivity: What each layer costs: of ``qlightning.sensitivity``, or numbers by layer, of which larger are
+                worse.
+            latency: Measures it now, with one sample: 30 calls of each model.
+
+        Returns:
+            The path.
+
+        Raises:
+            ConfigError: An argument cannot be used.
+            CalibrationError: ``data`` is given, and no range was observed.
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> import torch
+            >>> from qlightning import quantize_model
+            >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+            >>> images = [torch.randn(2, 3, 8, 8)]
+            >>> int8 = quantize_model(net, images)
+            >>> path = report(int8).save(f"{tempfile.mkdtemp()}/report.html", data=images, model=net)
+            >>> path.read_text().startswith("<!DOCTYPE html>")
+            True
+        """
+        check_target(path)
+        given = dict(figures or {})
+        if unknown := set(given) - {"float", "fake_quant", "int8"}:
+            raise ConfigError(
+                f"report.save: figures of {sorted(unknown)}; 'float', 'fake_quant' and 'int8' are possible."
+            )
+        text = render(page_of(self, data, model, given, sensitivity, latency))
+        with written_whole(path) as temporary:
+            Path(temporary).write_text(text, encoding="utf-8")
+        return Path(path)
 
     @property
     def int8_layers(self) -> list[LayerReport]:
@@ -93,7 +158,7 @@ def report(model: nn.Module) -> Report:
     """
     if (stored := model.__dict__.get("_report")) is not None:  # of a model from a file, which has no float layers left
         assert isinstance(stored, Report)
-        return stored
+        return replace(stored, source=_source(model))
     preparation: Preparation | None = model.__dict__.get("_preparation")
     if preparation is None:
         raise ConfigError(f"{type(model).__name__} is neither prepared nor converted.")
@@ -109,8 +174,19 @@ def report(model: nn.Module) -> Report:
     scheme = preparation.qconfig.activation
     centred = "" if preparation.backend.centred(scheme) == scheme else ", symmetric where values have both signs"
     return Report(
-        backend.name, f"{scheme}{centred}", tuple(rows), notes, backend.explain_ranges(), backend.explain_choice()
+        backend.name,
+        f"{scheme}{centred}",
+        tuple(rows),
+        notes,
+        backend.explain_ranges(),
+        backend.explain_choice(),
+        source=_source(model),
     )
+
+
+def _source(model: nn.Module) -> Source:
+    form = "prepared" if is_prepared(model) else "int8"
+    return Source(type(model).__name__, **{form: {"": model}})  # type: ignore[arg-type]
 
 
 def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport | None:
