@@ -60,20 +60,20 @@ class Family:
 def families() -> list[Family]:
     """All that can run here, the float net first."""
     float_nets = [
-        Family("float", "float", lambda s: s.net, lambda net, *case: _torch(net)),
-        Family("float, channels_last", "float", _channels_last, lambda net, *case: _torch(net, channels_last=True)),
+        Family("float", "float", lambda s: s.net, lambda net, *case: torch_run(net)),
+        Family("float, channels_last", "float", _channels_last, lambda net, *case: torch_run(net, channels_last=True)),
     ]
     ours = [
-        Family(name, "ours", functools.partial(_ours, backend=name), lambda convert, *case: _torch(convert()))
+        Family(name, "ours", functools.partial(_ours, backend=name), lambda convert, *case: torch_run(convert()))
         for name in available()
         if name != "reference"
     ]
     peers = [
-        Family("torch.ao FX, x86", "peer", _fx, lambda net, *case: _torch(net)),
-        Family("ONNX Runtime, static", "peer", _onnxruntime_quantized, _onnxruntime),
-        Family("OpenVINO, ORT's QDQ file", "peer", _onnxruntime_quantized, _openvino),
-        Family("OpenVINO, NNCF", "peer", _nncf, _openvino),
-        Family("torchao PT2E, Inductor", "peer", _pt2e, _inductor),
+        Family("torch.ao FX, x86", "peer", _fx, lambda net, *case: torch_run(net)),
+        Family("ONNX Runtime, static", "peer", _onnxruntime_quantized, onnxruntime_run),
+        Family("OpenVINO, ORT's QDQ file", "peer", _onnxruntime_quantized, openvino_run),
+        Family("OpenVINO, NNCF", "peer", _nncf, openvino_run),
+        Family("torchao PT2E, Inductor", "peer", pt2e, _inductor),
     ]
     return [*float_nets, *ours, *peers]
 
@@ -81,7 +81,9 @@ def families() -> list[Family]:
 # In torch
 
 
-def _torch(net: Callable[[Tensor], Tensor], channels_last: bool = False) -> Run:
+def torch_run(net: Callable[[Tensor], Tensor], channels_last: bool = False) -> Run:
+    """A net of torch, without gradients."""
+
     def run(x: Tensor) -> Tensor:
         with torch.inference_mode():
             return net(x.contiguous(memory_format=torch.channels_last) if channels_last else x)
@@ -112,7 +114,8 @@ def _fx(subject: Subject) -> nn.Module:
     return convert_fx(prepared)
 
 
-def _pt2e(subject: Subject) -> nn.Module:
+def pt2e(subject: Subject) -> nn.Module:
+    """Quantized by torchao for x86; computes on rounded float values until Inductor compiles it."""
     import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as x86
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
@@ -145,7 +148,7 @@ def _inductor(net: nn.Module, batch: int, threads: int) -> Run:
 # Runtimes
 
 
-def _exported(subject: Subject) -> Path:
+def exported(subject: Subject) -> Path:
     """The float net as ONNX, with a free batch size."""
     path = subject.folder / "float.onnx"
     if not path.exists():
@@ -169,11 +172,11 @@ def _onnxruntime_quantized(subject: Subject) -> Path:
 
     path, prepared = subject.folder / "ort_int8.onnx", subject.folder / "ort_prepared.onnx"
     if not path.exists():
-        quant_pre_process(_exported(subject), prepared)
+        quant_pre_process(exported(subject), prepared)
         quantization.quantize_static(
             prepared,
             path,
-            _Reader(subject.images),
+            Reader(subject.images),
             quant_format=quantization.QuantFormat.QDQ,
             per_channel=True,
             activation_type=quantization.QuantType.QUInt8,
@@ -182,7 +185,7 @@ def _onnxruntime_quantized(subject: Subject) -> Path:
     return path
 
 
-class _Reader:
+class Reader:
     """Calibration images as ONNX Runtime asks for them."""
 
     def __init__(self, images: tuple[Tensor, ...]) -> None:
@@ -193,7 +196,8 @@ class _Reader:
         return None if image is None else {"x": image.numpy()}
 
 
-def _onnxruntime(path: Path, batch: int, threads: int) -> Run:
+def onnxruntime_run(path: Path, batch: int, threads: int) -> Run:
+    """A file in ONNX Runtime."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -210,11 +214,12 @@ def _nncf(subject: Subject) -> Any:
     import nncf
     import openvino
 
-    model = openvino.Core().read_model(_exported(subject))
+    model = openvino.Core().read_model(exported(subject))
     return nncf.quantize(model, nncf.Dataset([x.numpy() for x in subject.images]), subset_size=len(subject.images))
 
 
-def _openvino(model: Any, batch: int, threads: int) -> Run:
+def openvino_run(model: Any, batch: int, threads: int) -> Run:
+    """A file or a model in OpenVINO; a batch size of -1 leaves it free."""
     import openvino
 
     core = openvino.Core()
