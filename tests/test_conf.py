@@ -34,6 +34,12 @@ PACKAGES = {
     "qscheme": ("activation_qscheme", "weight_qscheme"),
 }
 
+STEPS = {
+    "none": [],
+    "equalize": ["CrossLayerEqualization"],
+    "bias_correction": ["BiasCorrection"],
+}
+
 
 def composed(*overrides):
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -47,7 +53,7 @@ def options(group):
 
 
 def test_the_groups_are_those_that_the_documents_name():
-    groups = {"model", "data", "trainer", "callbacks", "observer", "qscheme", "backend", "recipe"}
+    groups = {"model", "data", "trainer", "callbacks", "observer", "qscheme", "backend", "steps", "recipe"}
     assert {group for group, _ in OPTIONS} == groups
 
 
@@ -134,6 +140,13 @@ def test_every_backend_reaches_the_callback(option):
     except qlightning.QuantizationError as error:
         pytest.skip(str(error))
     assert option in ("auto", callback.backend.name)
+
+
+@pytest.mark.parametrize("option", options("steps"))
+def test_every_chain_of_steps_reaches_the_callback(option):
+    _, callback = build_callbacks(composed("callbacks=ptq", f"steps={option}"))
+    names = [type(step).__name__ for step in callback.steps]
+    assert names == STEPS[option]
 
 
 @pytest.mark.parametrize("option", options("recipe"))

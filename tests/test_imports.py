@@ -26,6 +26,7 @@ LAYERS = (
     ("vocabulary",),
     ("backends",),
     ("graph", "functional"),
+    ("steps",),
     ("quantization", "export", "analysis"),
     ("callbacks", "cli"),
     ("__main__",),

@@ -118,16 +118,18 @@ def run_batches(
     context: AbstractContextManager[None],
     calibration_fn: CalibrationFn | None = None,
     label: str = "Calibrating",
+    show: bool = True,
 ) -> int:
     """Passes batches to prepared modules as the LightningModule does, within a context that looks at them.
 
     As :func:`calibrate_with_steps`, which says what stays as it is; but each rank is left with what its own share of
-    the batches gave, and returns their number. ``label`` is that of the progress bar.
+    the batches gave, and returns their number. ``label`` is that of the progress bar, which
+    there is where the Trainer has one and ``show`` is True.
     """
     modes = {module: module.training for module in pl_module.modules()}
     run = calibration_fn or _step_of(trainer, pl_module, prepared)
     count = 0
-    show = trainer.progress_bar_callback is not None and trainer.is_global_zero
+    show = show and trainer.progress_bar_callback is not None and trainer.is_global_zero
     pl_module.eval()
     try:
         with (

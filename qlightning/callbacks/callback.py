@@ -202,7 +202,10 @@ class QuantizationCallback(QuantizingCallback):
             for layer in part.layers
         ]
         notes = [note for part in reports.values() for note in part.notes]
-        return replace(next(iter(reports.values())), layers=tuple(layers), notes=tuple(notes))
+        # The same chain of steps went over all modules.
+        chains = zip(*([step.below(name) for step in part.steps] for name, part in reports.items()), strict=True)
+        steps = [replace(parts[0], layers=sum((step.layers for step in parts), ())) for parts in chains]
+        return replace(next(iter(reports.values())), layers=tuple(layers), notes=tuple(notes), steps=tuple(steps))
 
     def _has_run(self) -> bool:
         """Whether a batch has gone through a graph of ours."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from qlightning.backends import Backend
-from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps, calibration_batches
+from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps, calibration_batches, run_batches
 from qlightning.callbacks.callback import QuantizationCallback, has_run, unobserved_message
 from qlightning.callbacks.placement import int8_modules, prepared_in_place, restore_prepared
 from qlightning.callbacks.preparation import builds_nets_late, prepared_targets
@@ -20,6 +22,8 @@ from qlightning.callbacks.ranks import check_strategy, is_spawned
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.graph import facts, unprepare
 from qlightning.qconfig import Mode, Pattern, QConfig
+from qlightning.steps.base import Step, apply_steps, checked_steps
+from qlightning.steps.subject import Subject
 
 
 class PostTrainingQuantization(QuantizationCallback):
@@ -44,6 +48,8 @@ class PostTrainingQuantization(QuantizationCallback):
         calibration_batches: At most so many batches, whatever limits the Trainer has; None: all there are.
         calibration_fn: Called with the LightningModule and a batch, it passes the batch to the nets; for batches that
             no step takes.
+        steps: Of `qlightning.steps`, in their order: what makes the int8 nets more accurate, at the cost of further
+            passes over the calibration batches, which are then kept in memory. ``report.steps`` says what they did.
         save: Files to write the int8 net to once it is calibrated: ``"net.pt2"``, ``["net.pt2", "net.onnx"]``, below
             the Trainer's ``default_root_dir``; with the metrics of a fit inside. Loggers get them as from
             :class:`QuantizationAwareTraining`.
@@ -71,6 +77,7 @@ class PostTrainingQuantization(QuantizationCallback):
         calibration_data: Any = None,
         calibration_batches: int | None = 32,
         calibration_fn: CalibrationFn | None = None,
+        steps: Iterable[Step] = (),
         save: str | Path | Iterable[str | Path] = (),
     ) -> None:
         super().__init__(qconfig, backend, modules, exclude, save)
@@ -84,12 +91,18 @@ class PostTrainingQuantization(QuantizationCallback):
         self.calibration_data = calibration_data
         self.calibration_batches = calibration_batches
         self.calibration_fn = calibration_fn
+        self.steps = checked_steps(steps)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finds what is to be quantized, so that a wrong name is an error before anything runs."""
         self._check_alone(trainer)
         self._check_precision(trainer)
         check_strategy(trainer)
+        if self.steps and trainer.world_size > 1:
+            raise ConfigError(
+                f"steps={list(self.steps)!r}: steps run in one process, and this Trainer has {trainer.world_size}. "
+                "Quantize with Trainer(devices=1), or without steps."
+            )
         if stage == "fit":
             for module in restore_prepared(pl_module, self.modules).values():
                 unprepare(module)
@@ -157,8 +170,12 @@ class PostTrainingQuantization(QuantizationCallback):
         batches = calibration_batches(trainer, pl_module, self.calibration_data)
         for module in restore_prepared(pl_module, self.modules).values():
             unprepare(module)  # what others have quantized: with their ranges, and maybe otherwise than asked for
+        if self.steps:  # which pass them several times, and a loader would shuffle them each time
+            batches = list(itertools.islice(batches, self.calibration_batches))
         self._prepare(pl_module)
         try:
+            subject = self._subject(trainer, pl_module, batches)
+            apply_steps(self.steps, subject, before_calibration=True)
             seen = calibrate_with_steps(
                 trainer, pl_module, self.prepared, batches, self.calibration_batches, self.calibration_fn
             )
@@ -166,6 +183,7 @@ class PostTrainingQuantization(QuantizationCallback):
                 rank_zero_info(f"Calibrated on {seen} batches, all that there are ({self.calibration_batches} wanted).")
             if not self._has_run():
                 raise CalibrationError(unobserved_message(pl_module, self.prepared))
+            apply_steps(self.steps, subject, before_calibration=False)
             if trainer.state.fn == "fit" and is_spawned(trainer):
                 self._hand_back()
                 return
@@ -176,3 +194,20 @@ class PostTrainingQuantization(QuantizationCallback):
             self._undo(pl_module)
             raise
         self._save(trainer)
+
+    def _subject(self, trainer: Any, pl_module: nn.Module, batches: Iterable[Any]) -> Subject:
+        """The nets as steps see them."""
+
+        def run(context: AbstractContextManager[None]) -> None:
+            run_batches(
+                trainer,
+                pl_module,
+                self.prepared,
+                batches,
+                self.calibration_batches,
+                context,
+                self.calibration_fn,
+                show=False,
+            )
+
+        return Subject(self.prepared, run, bar=trainer.progress_bar_callback is not None and trainer.is_global_zero)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -47,25 +48,43 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, num_batches: int |
     ):
         raise ConfigError(f"num_batches={num_batches!r}: a positive integer or None is possible.")
     check_batches(batches)
+    if not run_batches(prepared, itertools.islice(batches, num_batches), calibrating(prepared)):
+        raise CalibrationError("There is no calibration batch: the data is empty.")
+    return prepared
+
+
+@torch.no_grad()
+def run_batches(prepared: nn.Module, batches: Iterable[Any], context: AbstractContextManager[None]) -> int:
+    """Runs batches through a prepared model in eval mode, within a context that looks at them.
+
+    Args:
+        prepared: Its mode comes back.
+        batches: As :func:`calibrate` takes them.
+        context: Entered in eval mode.
+
+    Returns:
+        The number of batches.
+
+    Raises:
+        NonFiniteError: Of an observer, with the number of the batch.
+    """
     modes = [(module, module.training) for module in prepared.modules()]
     device = module_device(prepared)
     seen = 0
     try:
         nn.Module.train(prepared, False)
-        with torch.inference_mode(False), torch.no_grad(), calibrating(prepared):
-            for index, batch in enumerate(itertools.islice(batches, num_batches)):
+        with torch.inference_mode(False), torch.no_grad(), context:
+            for index, batch in enumerate(batches):
                 args, kwargs = call_arguments(prepared, batch, device)
                 try:
                     prepared(*args, **kwargs)
                 except NonFiniteError as error:
                     raise NonFiniteError(f"Calibration batch {index}: {error}") from error
                 seen += 1
-            if not seen:
-                raise CalibrationError("There is no calibration batch: the data is empty.")
     finally:
         for module, mode in modes:
             module.training = mode
-    return prepared
+    return seen
 
 
 def check_batches(batches: Any) -> None:

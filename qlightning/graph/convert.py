@@ -103,7 +103,7 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
         converted = _convert_tree(prepared, chosen, keep_class)
     activations = [(n, m) for n, m in fake_quantizers(prepared) if not isinstance(m, WeightFakeQuantize)]
     grids = {name: Grid.of(fq) for name, fq in activations if fq.observed}
-    converted.__dict__["_preparation"] = replace(preparation, grids=grids)
+    converted.__dict__["_preparation"] = replace(preparation, grids=grids, changes={})
     converted.__dict__["_backend"] = chosen
     for name, part in captured_roots(converted):
         if part is not converted:
@@ -120,7 +120,9 @@ def _part_of(preparation: Preparation, name: str) -> Preparation:
     def below(values: Mapping[str, Any]) -> dict[str, Any]:
         return {key.removeprefix(f"{name}."): v for key, v in values.items() if key.startswith(f"{name}.")}
 
-    return replace(preparation, reasons=below(preparation.reasons), grids=below(preparation.grids), failures=())
+    steps = tuple(step.of(name) for step in preparation.steps)
+    grids = below(preparation.grids)
+    return replace(preparation, reasons=below(preparation.reasons), grids=grids, failures=(), steps=steps)
 
 
 def _check_observed(prepared: nn.Module) -> None:

@@ -13,6 +13,7 @@ from qlightning.calls import LAYER_FUNCTIONS, function_name
 from qlightning.fake_quantize import FakeQuantize
 from qlightning.graph.bind import BoundModule
 from qlightning.graph.capture import CapturedRoot
+from qlightning.graph.changes import Change, StepReport
 from qlightning.graph.failure import TraceFailure
 from qlightning.graph.tracing import has_layers
 from qlightning.nn.qat import QATLayer, has_forward_hooks, layer_type
@@ -59,6 +60,8 @@ class Preparation:
         failures: Modules whose forward could not be traced.
         to_convert: Whether who loads the model's state dict is to convert it.
         grids: Of an int8 model the grids of its activations, by the name of the fake-quantizer.
+        steps: What steps of post-training quantization did, in their order.
+        changes: Of a prepared model the tensors that they have set, by name: what unprepare gives back.
     """
 
     qconfig: QConfig
@@ -68,6 +71,8 @@ class Preparation:
     failures: tuple[TraceFailure, ...] = ()
     to_convert: bool = False
     grids: Mapping[str, Grid] = field(default_factory=dict)
+    steps: tuple[StepReport, ...] = ()
+    changes: Mapping[str, Change] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from qlightning.fake_quantize import fake_quantizers
 from qlightning.graph import facts, state
 from qlightning.graph.bind import GRAPH_MODULES, bind, unbind
 from qlightning.graph.capture import Capture, CapturedRoot, capture
+from qlightning.graph.changes import undo
 from qlightning.graph.failure import TraceFailure
 from qlightning.graph.insert import GraphPreparer
 from qlightning.graph.preparation import Preparation, PreparedModule, float_reasons, is_prepared
 from qlightning.graph.programs import Captured, Program
 from qlightning.graph.signature import CallSpec
 from qlightning.nn.qat import QATLayer, check_layer, layer_type, swap_in, swap_out
-from qlightning.qconfig import Mode, Pattern, QConfig, Resolver
+from qlightning.qconfig import Mode, ObserverFactory, Pattern, QConfig, Resolver
 from qlightning.vocabulary import Kind
 
 
@@ -33,6 +35,7 @@ def prepare(
     backend: str | Backend = "auto",
     mode: Mode = "qat",
     exclude: Iterable[Pattern] = (),
+    observer: ObserverFactory | None = None,
 ) -> nn.Module:
     """Prepares a model for quantization, in place: the same object, with the same parameters under the same names.
 
@@ -46,6 +49,7 @@ def prepare(
         backend: A name ("auto", "onednn", "openvino", ...; docs/backends.md has all) or a Backend.
         mode: "qat": training batches move the ranges. "ptq": only :func:`calibrate` does.
         exclude: Names, globs or types of modules that stay float.
+        observer: Builds the observers of the activations, in place of those of ``qconfig``.
 
     Returns:
         The model.
@@ -71,6 +75,8 @@ def prepare(
             f"qconfig: a qlightning.QConfig or None is needed, not a {type(qconfig).__module__}."
             f"{type(qconfig).__name__}. QConfig() has the defaults; torch.ao's observers can stand in one."
         )
+    if observer is not None:
+        qconfig = replace(qconfig or QConfig(), activation_observer=observer)
     chosen = resolve_backend(backend)
     settings = chosen.adapt((qconfig or QConfig()).excluding(exclude))
     before = facts.of(model)
@@ -171,6 +177,8 @@ def _warn_failures(failures: Iterable[TraceFailure]) -> None:
 def unprepare(model: nn.Module) -> nn.Module:
     """Takes everything off that :func:`prepare` has put on, in place; the weights stay as they are now.
 
+    What steps of post-training quantization have set gets the value back that it had before them.
+
     Returns:
         The model, which is a plain float model again.
 
@@ -192,7 +200,9 @@ def _undo(model: nn.Module) -> None:
         if isinstance(module, QATLayer):
             swap_out(module)
         vars(module).update(module.__dict__.pop("_fast_path", {}))
-        if module.__dict__.pop("_preparation", None) is not None:
+        preparation: Preparation | None = module.__dict__.pop("_preparation", None)
+        if preparation is not None:
+            undo(module, preparation.changes)
             state.detach(module)
 
 

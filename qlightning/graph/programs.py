@@ -160,24 +160,33 @@ class Captured:
             for program in known:
                 if program.fits(module):
                     return self._function(program, args)(module, *args)
+        spec, program, leaves = self.find(module, args, kwargs)
+        if plain:
+            self._plain[len(args), training] = self.programs[spec, training]
+        return self._function(program, leaves)(module, *leaves)
+
+    def find(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallSpec, Program, list[Any]]:
+        """How a call is made, the program for it, traced first where there is none, and the leaves that this takes.
+
+        Raises:
+            CaptureError: The forward cannot be traced for it.
+        """
         spec, leaves = describe_call(self.signature, args, kwargs)
         if spec in self._numeric:
             spec, leaves = describe_call(self.signature, args, kwargs, freeze_numbers=True)
         try:
-            program = self.program(module, spec)
+            return spec, self.program(module, spec), leaves
         except TraceError as error:
             frozen, leaves = describe_call(self.signature, args, kwargs, freeze_numbers=True)
             if frozen == spec:
                 raise _untraceable(self.original, error) from error
             self._numeric.add(spec)
-            spec = frozen
             try:
-                program = self.program(module, spec)
+                return frozen, self.program(module, frozen), leaves
             except TraceError as again:
                 raise _untraceable(self.original, again) from again
-        if plain:
-            self._plain[len(args), training] = self.programs[spec, training]
-        return self._function(program, leaves)(module, *leaves)
 
     def _function(self, program: Program, leaves: tuple[Any, ...] | list[Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():

@@ -13,6 +13,7 @@ from qlightning.backends.qdq import NO_KERNEL
 from qlightning.errors import ConfigError
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
 from qlightning.files import check_target, written_whole
+from qlightning.graph.changes import StepReport
 from qlightning.graph.dossier import page_of
 from qlightning.graph.preparation import CONV_TYPES, Preparation, is_prepared
 from qlightning.graph.source import Source
@@ -54,6 +55,7 @@ class Report:
         notes: Modules that could not be captured, and why.
         cpu: What this CPU means for the ranges; empty where it means nothing.
         choice: Why ``auto`` has chosen the backend; empty where it was asked for by name.
+        steps: What steps of post-training quantization did, in their order.
         source: What :meth:`save` looks into.
     """
 
@@ -63,6 +65,7 @@ class Report:
     notes: tuple[str, ...] = ()
     cpu: str = ""
     choice: str = ""
+    steps: tuple[StepReport, ...] = ()
     source: Source = field(default_factory=Source, repr=False, compare=False)
 
     def save(
@@ -147,7 +150,8 @@ class Report:
             f"{len(self.int8_layers)} of {len(self.layers)} layers in int8; backend {self.backend}; "
             f"activations {self.activation}."
         )
-        return "\n".join([aligned(head, rows), summary, *filter(None, (self.choice, self.cpu)), *self.notes])
+        further = [*filter(None, (self.choice, self.cpu)), *self.notes, *map(str, self.steps)]
+        return "\n".join([aligned(head, rows), summary, *further])
 
 
 def report(model: nn.Module) -> Report:
@@ -180,6 +184,7 @@ def report(model: nn.Module) -> Report:
         notes,
         backend.explain_ranges(),
         backend.explain_choice(),
+        preparation.steps,
         source=_source(model),
     )
 

@@ -12,6 +12,7 @@ from qlightning.affine import sqnr
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers, set_fake_quant, set_observers
 from qlightning.nn.qat import QATLayer
+from qlightning.observers import MinMaxObserver
 from tests.graph.nets import CASES, Case
 
 # A sum into the input of a convolution is one that float torch cannot train either.
@@ -166,6 +167,11 @@ class TestTraining:
         net.train()
         net(batch()[0] * 100)
         assert not same(snapshot(net), state)
+
+    def test_the_observer_of_activations_can_be_given_alone(self, net: Net) -> None:
+        prepare(net, QConfig(exclude=("fc",)), mode="ptq", observer=MinMaxObserver)
+        found = [type(fq.observer) for _, fq in fake_quantizers(net) if not isinstance(fq, WeightFakeQuantize)]
+        assert set(found) == {MinMaxObserver}
 
     def test_in_ptq_mode_calibrate_alone_moves_observers(self, net: Net) -> None:
         calibrate(prepare(net, mode="ptq"), [batch()])
