@@ -25,6 +25,7 @@ from qlightning.graph.programs import Captured, Example, Program
 from qlightning.graph.qdq import GraphConversion, Source
 from qlightning.graph.ranges import WIDE, wide
 from qlightning.graph.reads import Read
+from qlightning.graph.selection import left_out
 from qlightning.graph.signature import CallSpec
 from qlightning.nn.qat import QATLayer, has_forward_hooks, swap_out
 from qlightning.nn.quantized import QuantizedLayer, has_int8_layers
@@ -100,10 +101,12 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
         )
     with torch.inference_mode(False), torch.no_grad():  # the first alone switches gradients on
         _check_observed(prepared)
-        converted = _convert_tree(prepared, chosen, keep_class)
+        off = left_out(prepared, preparation.float_choice)
+        converted = _convert_tree(prepared, chosen, off, keep_class)
     activations = [(n, m) for n, m in fake_quantizers(prepared) if not isinstance(m, WeightFakeQuantize)]
-    grids = {name: Grid.of(fq) for name, fq in activations if fq.observed}
-    converted.__dict__["_preparation"] = replace(preparation, grids=grids, changes={})
+    grids = {name: Grid.of(fq) for name, fq in activations if fq.observed and fq not in off}
+    reasons = {**preparation.reasons, **preparation.float_choice.reasons}
+    converted.__dict__["_preparation"] = replace(preparation, grids=grids, reasons=reasons, changes={})
     converted.__dict__["_backend"] = chosen
     for name, part in captured_roots(converted):
         if part is not converted:
@@ -160,15 +163,17 @@ def _in_eval_graphs(prepared: nn.Module) -> set[int]:
     return found
 
 
-def _convert_tree(module: nn.Module, backend: Backend, keep_class: bool = True) -> nn.Module:
+def _convert_tree(
+    module: nn.Module, backend: Backend, off: frozenset[FakeQuantize], keep_class: bool = True
+) -> nn.Module:
     """A copy of a module in which every captured part runs on integers."""
     if isinstance(module, PreparedModule):
-        return _RootConversion(module, backend, keep_class).run()
+        return _RootConversion(module, backend, off, keep_class).run()
     if not is_prepared(module):
         return _deepcopied(module)
     shell = _shell(module, type(module))
     for name, child in module._modules.items():
-        shell._modules[name] = None if child is None else _convert_tree(child, backend)
+        shell._modules[name] = None if child is None else _convert_tree(child, backend, off)
     return shell
 
 
@@ -225,9 +230,10 @@ def _copied(tensor: Tensor) -> Tensor:
 class _RootConversion:
     """Converts one captured module: its eval graphs to QDQ form, on a copy of its tree, and lowers them."""
 
-    def __init__(self, module: nn.Module, backend: Backend, keep_class: bool) -> None:
+    def __init__(self, module: nn.Module, backend: Backend, off: frozenset[FakeQuantize], keep_class: bool) -> None:
         captured: Captured = module.__dict__["_captured"]
         self._module = module
+        self._off = off
         self._backend = backend
         self._captured = captured
         self._is_layer = issubclass(captured.original, QATLayer)
@@ -286,7 +292,7 @@ class _RootConversion:
     def _copy_tree(self) -> nn.Module:
         def copy_below(module: nn.Module) -> nn.Module:
             if isinstance(module, PreparedModule) and module is not self._module:
-                return _convert_tree(module, self._backend)
+                return _convert_tree(module, self._backend, self._off)
             if isinstance(module, QATLayer):
                 return nn.Identity()  # until it is known whether it becomes int8: a float weight is not copied in vain
             if not any(isinstance(m, (QATLayer, PreparedModule)) for m in module.modules()):
@@ -334,7 +340,7 @@ class _RootConversion:
     # The graph
 
     def _to_qdq(self, graph: fx.Graph) -> fx.Graph:
-        return GraphConversion(graph, self._module, self._root, self.place, self._kept).run()
+        return GraphConversion(graph, self._module, self._root, self.place, self._kept, self._off).run()
 
     def place(self, source: Source, build: Callable[[], QuantizedLayer], free: bool) -> str:
         """Puts a QuantizedLayer into the tree, under the name of the float layer where that is free.

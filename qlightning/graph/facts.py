@@ -16,7 +16,7 @@ from torch import nn
 
 from qlightning import observers
 from qlightning.errors import ConfigError
-from qlightning.graph.preparation import Preparation, is_prepared
+from qlightning.graph.preparation import FloatChoice, Preparation, is_prepared
 from qlightning.qconfig import Mode, ObserverFactory, QConfig
 from qlightning.qscheme import QScheme
 from qlightning.version import __version__
@@ -52,7 +52,15 @@ def of(module: nn.Module) -> Facts | None:
     if preparation is None or not is_prepared(module):  # a converted copy knows how it was prepared, too
         return None
     found = collect(preparation.qconfig, preparation.backend.name, preparation.mode)
+    if preparation.float_choice.reasons:
+        found["float_choice"] = asdict(preparation.float_choice)
     return {**found, "to_convert": True} if preparation.to_convert else found
+
+
+def float_choice(facts: Facts) -> FloatChoice:
+    """What facts say that is left in float when the model is converted."""
+    found = facts.get("float_choice", {})
+    return FloatChoice({str(k): str(v) for k, v in found.get("reasons", {}).items()}, str(found.get("note", "")))
 
 
 def read(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Facts]:

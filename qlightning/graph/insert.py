@@ -56,29 +56,36 @@ class GraphPreparer:
         self.insert(graph, module, module.training if training is None else training)
         return Program(graph, reads)
 
-    def plan(self, graph: fx.Graph, module: nn.Module) -> tuple[Plan, Vocabulary]:
-        """Finds where the grids of a graph go."""
-        ops = Vocabulary(graph, module)
+    def plan(
+        self, graph: fx.Graph, module: nn.Module, ops: Vocabulary | None = None, left_out: Collection[str] = ()
+    ) -> tuple[Plan, Vocabulary]:
+        """Finds where the grids of a graph go.
+
+        Args:
+            graph: The graph, without fake-quantizers.
+            module: The root.
+            ops: What its calls mean, where that is known.
+            left_out: Full names of layers that stay float, besides those that are excluded.
+        """
+        ops = ops or Vocabulary(graph, module)
+
+        def is_excluded(name: str) -> bool:
+            return self._resolver.resolve(self.full(name))[0] is None or self.full(name) in left_out
+
+        def is_int8_layer(node: fx.Node) -> bool:
+            return self.qconfig_of(node) is not None and self.full(layer_of(node)) not in left_out
+
         floats = {
             node
             for node in graph.nodes
-            if self._is_excluded(node.meta.get("owner", ""))  # of a FloatFunctional, which is looked into nevertheless
-            or (node.op == "call_module" and self._is_excluded(str(node.target)))
+            if is_excluded(node.meta.get("owner", ""))  # of a FloatFunctional, which is looked into nevertheless
+            or (node.op == "call_module" and is_excluded(str(node.target)))
         }
-        rounds = self._backend.rounds_layer
-        return plan(graph, ops, lambda node: self.qconfig_of(node, ops) is not None, floats, rounds), ops
+        return plan(graph, ops, is_int8_layer, floats, self._backend.rounds_layer), ops
 
-    def _is_excluded(self, name: str) -> bool:
-        return self._resolver.resolve(self._full(name))[0] is None
-
-    def qconfig_of(self, layer: fx.Node, ops: Vocabulary) -> QConfig | None:
+    def qconfig_of(self, layer: fx.Node) -> QConfig | None:
         """The settings of a layer's node; None where it stays float."""
-        if layer.op == "call_module":
-            return self._resolver.resolve(self._full(str(layer.target)))[0]
-        weight = argument(layer, 1, "weight")
-        if weight.op == "call_module":
-            weight = weight.args[0]
-        return self._resolver.resolve(self._full(str(weight.target).rpartition(".")[0]))[0]
+        return self._resolver.resolve(self.full(layer_of(layer)))[0]
 
     def insert(self, graph: fx.Graph, module: nn.Module, training: bool) -> None:
         """Puts fake-quantizers into a graph; those of the same name are shared with the module's other graphs.
@@ -159,7 +166,7 @@ class GraphPreparer:
 
     def _insert_weight(self, graph: fx.Graph, node: fx.Node, module: nn.Module, ops: Vocabulary) -> None:
         """A weight fake-quantizer for a layer that is called as a function."""
-        weight, qconfig = argument(node, 1, "weight"), self.qconfig_of(node, ops)
+        weight, qconfig = argument(node, 1, "weight"), self.qconfig_of(node)
         if weight.op != "get_attr" or qconfig is None:
             return
         modules = self._graph_modules(module)
@@ -169,10 +176,10 @@ class GraphPreparer:
         groups = argument(node, 6, "groups", 1) if transposed else None
         # A weight that is called both ways has its output channels in two places, and a grid for each.
         kind = "" if groups is None else f"_transposed{groups}"
-        name = _key(modules, f"{target}{kind}_grid", self._full(target))
+        name = _key(modules, f"{target}{kind}_grid", self.full(target))
         if name not in modules:
-            check_dtype(self._full(target), _parameter(module, target))
-            fq = build_weight_fake_quant(_parameter(module, target), self._full(target), qconfig, groups)
+            check_dtype(self.full(target), _parameter(module, target))
+            fq = build_weight_fake_quant(_parameter(module, target), self.full(target), qconfig, groups)
             modules[name] = fq.train(module.training)
         with graph.inserting_after(weight):
             inserted = graph.call_module(f"{GRAPH_MODULES}.{name}", (weight,))
@@ -180,12 +187,12 @@ class GraphPreparer:
 
     def _fake_quant(self, module: nn.Module, name: str, owner: str, centred: bool) -> str:
         modules = self._graph_modules(module)
-        key = _key(modules, name, self._full(name))
+        key = _key(modules, name, self.full(name))
         if key not in modules:
-            qconfig = self._resolver.resolve(self._full(owner))[0] or self._resolver.resolve("")[0] or QConfig()
+            qconfig = self._resolver.resolve(self.full(owner))[0] or self._resolver.resolve("")[0] or QConfig()
             if centred:
                 qconfig = replace(qconfig, activation=self._backend.centred(qconfig.activation))
-            fq = FakeQuantize(qconfig.activation, qconfig.build_activation_observer(self._mode), self._full(name))
+            fq = FakeQuantize(qconfig.activation, qconfig.build_activation_observer(self._mode), self.full(name))
             modules[key] = fq.to(module_device(module)).train(module.training)
         return key
 
@@ -197,8 +204,21 @@ class GraphPreparer:
         assert isinstance(modules, nn.ModuleDict)
         return modules
 
-    def _full(self, name: str) -> str:
+    def full(self, name: str) -> str:
+        """The name below the model of what has a name below the root."""
         return f"{self._path}.{name}" if self._path and name else self._path or name
+
+
+def layer_of(node: fx.Node) -> str:
+    """The name of the module that a node calls, or on whose weight it calls a function; else of what it stands in."""
+    if node.op == "call_module":
+        return str(node.target)
+    if str(getattr(node.target, "__name__", "")) not in LAYER_FUNCTIONS:
+        return str(node.meta.get("owner", ""))
+    weight = argument(node, 1, "weight")
+    if weight.op == "call_module":
+        weight = weight.args[0]
+    return str(weight.target).rpartition(".")[0]
 
 
 def ops_kind(ops: Vocabulary, node: fx.Node) -> Kind | None:

@@ -73,7 +73,8 @@ def plan(
         floats: Nodes that stay float, as they belong to excluded modules.
         rounds_layer: Whether a layer has a grid of its own, by whether a sum takes it in and the activation behind.
     """
-    found = Plan(blocks=_blocks(graph, ops, is_int8_layer, floats))
+    floats = {*floats, *(n for n in graph.nodes if ops[n].kind is Kind.LAYER and not is_int8_layer(n))}
+    found = Plan(blocks=_blocks(graph, ops, floats))
     interior = {
         n for b in found.blocks.values() for n in (b.head, b.bn, b.add, b.activation) if n not in (None, b.output)
     }
@@ -121,18 +122,16 @@ def _can_have_grid(value: fx.Node, ops: Vocabulary, floats: Collection[fx.Node])
         return _can_have_grid(ops[value].inputs[0], ops, floats)
     if kind is Kind.BATCH_NORM:  # folded, or it stands alone in float
         before = ops[value].inputs[0]
-        return ops[before].kind is Kind.LAYER and only_user(before, ops) is value
+        return ops[before].kind is Kind.LAYER and before not in floats and only_user(before, ops) is value
     return kind in _COMPUTES_INT8 or value.op == "placeholder"
 
 
-def _blocks(
-    graph: fx.Graph, ops: Vocabulary, is_int8_layer: Callable[[fx.Node], bool], floats: Collection[fx.Node]
-) -> dict[fx.Node, Block]:
+def _blocks(graph: fx.Graph, ops: Vocabulary, floats: Collection[fx.Node]) -> dict[fx.Node, Block]:
     """The blocks by their last node. Layers first, so that a sum finds every layer that it may take in."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     blocks: dict[fx.Node, Block] = {}
     for node in graph.nodes:
-        if ops[node].kind is not Kind.LAYER or node in floats or not is_int8_layer(node):
+        if ops[node].kind is not Kind.LAYER or node in floats:
             continue
         follower = only_user(node, ops)
         bn = follower if follower is not None and follower not in floats and can_fold(follower, ops) else None

@@ -49,6 +49,19 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class FloatChoice:
+    """Layers of a prepared model that are left in float when it is converted.
+
+    Attributes:
+        reasons: Why, by the name of the layer.
+        note: What the choice was made by; "" where there is nothing to say.
+    """
+
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Preparation:
     """How a model was prepared.
 
@@ -62,6 +75,7 @@ class Preparation:
         grids: Of an int8 model the grids of its activations, by the name of the fake-quantizer.
         steps: What steps of post-training quantization did, in their order.
         changes: Of a prepared model the tensors that they have set, by name: what unprepare gives back.
+        float_choice: What convert leaves in float of what is prepared.
     """
 
     qconfig: QConfig
@@ -73,6 +87,7 @@ class Preparation:
     grids: Mapping[str, Grid] = field(default_factory=dict)
     steps: tuple[StepReport, ...] = ()
     changes: Mapping[str, Change] = field(default_factory=dict)
+    float_choice: FloatChoice = field(default_factory=FloatChoice)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
         return self

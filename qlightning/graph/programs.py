@@ -95,6 +95,11 @@ class Captured:
         self._changes = False
         self._compiled: dict[Program, Callable[..., Any]] | None = None
 
+    @property
+    def preparer(self) -> Any:
+        """What traces the module, where that is a method: of a prepared module its GraphPreparer."""
+        return getattr(self._trace, "__self__", None)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}  # copies are not compiled
 

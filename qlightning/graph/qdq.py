@@ -78,11 +78,19 @@ class GraphConversion:
         root: The int8 module that the QDQ graph will belong to.
         place: Puts int8 layers into it.
         kept: The names of the tensors that the graphs of the module keep in it beside, by what they are.
+        off: The fake-quantizers that have nothing to round, as layers are left in float.
     """
 
     def __init__(
-        self, graph: fx.Graph, module: nn.Module, root: nn.Module, place: Place, kept: dict[tuple[str, str], str]
+        self,
+        graph: fx.Graph,
+        module: nn.Module,
+        root: nn.Module,
+        place: Place,
+        kept: dict[tuple[str, str], str],
+        off: frozenset[FakeQuantize] = frozenset(),
     ) -> None:
+        self._off = off
         self._module = module
         self._root = root
         self._place = place
@@ -142,9 +150,8 @@ class GraphConversion:
             return flag is False
         return isinstance(self._ops.module(node), (nn.Identity, nn.modules.dropout._DropoutNd))
 
-    @staticmethod
-    def _is_grid(fq: FakeQuantize) -> bool:
-        return fq.observed and not isinstance(fq, WeightFakeQuantize)
+    def _is_grid(self, fq: FakeQuantize) -> bool:
+        return fq.observed and fq not in self._off and not isinstance(fq, WeightFakeQuantize)
 
     def _is_int8(self, node: fx.Node) -> bool:
         """Whether a layer computes on codes: its input lies on a grid, and so does its weight."""
@@ -154,10 +161,10 @@ class GraphConversion:
             return False
         if node.op == "call_module":
             module = self._ops.module(node)
-            return isinstance(module, QATLayer)
+            return isinstance(module, QATLayer) and module.weight_fake_quant not in self._off
         weight = argument(node, 1, "weight")
         grid = self._ops.module(weight) if isinstance(weight, fx.Node) else None
-        return isinstance(grid, WeightFakeQuantize)
+        return isinstance(grid, WeightFakeQuantize) and grid not in self._off
 
     def _folds_into(self, bn: fx.Node) -> fx.Node | None:
         """The int8 layer that a BatchNorm folds into."""

@@ -175,6 +175,7 @@ def report(model: nn.Module) -> Report:
             rows.append(row)
             reported |= {id(part) for part in module.modules()}
     notes = tuple(f"{failure}." for failure in preparation.failures)
+    notes += (preparation.float_choice.note,) if preparation.float_choice.note else ()
     scheme = preparation.qconfig.activation
     centred = "" if preparation.backend.centred(scheme) == scheme else ", symmetric where values have both signs"
     return Report(
@@ -200,7 +201,8 @@ def _row(name: str, module: nn.Module, preparation: Preparation) -> LayerReport 
     if isinstance(module, QATLayer):
         scheme = str(module.weight_fake_quant.scheme)
         kind = type(module).__name__
-        return LayerReport(name, kind, True, scheme=scheme)
+        reason = preparation.float_choice.reasons.get(name, "")
+        return LayerReport(name, kind, not reason, reason, scheme)
     if isinstance(module, WeightFakeQuantize) and "_grid" in name:
         return LayerReport(module.name, "function", True, scheme=str(module.scheme))
     if isinstance(module, FakeQuantize):
