@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from qlightning.analysis import describe
+from qlightning.analysis import describe, sensitivity
 from qlightning.backends import Backend
 from qlightning.errors import QuantizationError
 from qlightning.export import load, save
@@ -46,6 +46,7 @@ __all__ = [
     "report",
     "save",
     "save_tensors",
+    "sensitivity",
     "unprepare",
 ]
 

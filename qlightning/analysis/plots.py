@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from qlightning.analysis.describe import Description
+    from qlightning.analysis.sensitivity import Sensitivity
 
 _BLUE, _RED, _GREY = "#1f5fa8", "#c0392b", "#9aa5b1"
 _BINS = 128
@@ -80,3 +82,39 @@ def _log_if_steep(axis: Any, heights: list[float]) -> None:
     if steep:
         axis.set_yscale("log")
     axis.set_ylabel("elements, logarithmic" if steep else "elements", fontsize=9)
+
+
+def sensitivities(found: Sensitivity) -> Any:
+    """Noise in the outputs by layer, the most sensitive one on top; beside it the drop of the metric, if measured."""
+    layers = found.ranking
+    columns = 1 if found.metric_float is None else 2
+    made, axes = figure(columns=columns, width=6.4, height=max(2.2, 0.9 + 0.2 * len(layers)))
+    # Noise by signal, so that the longest bar is the most sensitive layer; where there is no noise there is no bar.
+    noises = [10 ** (-layer.sqnr_db / 10) if math.isfinite(layer.sqnr_db) else 0.0 for layer in layers]
+    _layer_bars(axes[0], [layer.name or "(model)" for layer in layers], noises, _BLUE)
+    if filled := [noise for noise in (*noises, 10 ** (-found.sqnr_db / 10)) if noise]:
+        axes[0].set_xscale("log")
+        axes[0].set_xlim(min(filled) / 2, max(filled) * 8)
+    for place, layer in enumerate(layers):
+        axes[0].annotate(
+            f"{layer.sqnr_db:.1f} dB", (noises[place] or min(filled, default=1) / 2, place),
+            xytext=(3, 0), textcoords="offset points", va="center", fontsize=7,
+        )  # fmt: skip
+    axes[0].axvline(10 ** (-found.sqnr_db / 10), color=_RED, linewidth=1, linestyle="--")
+    what = "alone in int8" if found.mode == "only" else "in float, all others in int8"
+    axes[0].set_title(f"Each layer {what}; dashed: all in int8 ({found.sqnr_db:.1f} dB)", fontsize=10)
+    axes[0].set_xlabel("noise by signal of the outputs (power)", fontsize=9)
+    if columns == 2:
+        drops = [layer.drop or 0.0 for layer in layers]
+        _layer_bars(axes[1], [""] * len(layers), drops, _GREY)
+        axes[1].axvline(0, color="black", linewidth=0.8)
+        axes[1].set_title(f"{found.metric_name}: {found.metric_float:.5g} in float, "
+                          f"{found.metric_int8:.5g} in int8", fontsize=10)  # fmt: skip
+        axes[1].set_xlabel(f"worse than float by ({found.metric_name})", fontsize=9)
+    return made
+
+
+def _layer_bars(axis: Any, names: list[str], values: list[float], color: str) -> None:
+    axis.barh(range(len(names)), values, color=color, height=0.7)
+    axis.set_yticks(range(len(names)), names, fontsize=7)
+    axis.set_ylim(len(names) - 0.4, -0.6)

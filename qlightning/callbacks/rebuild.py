@@ -10,6 +10,7 @@ from torch import nn
 from qlightning.callbacks.base import quantizing_callbacks
 from qlightning.errors import ConfigError
 from qlightning.graph import facts, is_prepared, prepare, unprepare
+from qlightning.graph.selection import leave_in_float
 from qlightning.graph.state import is_prepared_key
 from qlightning.nn.quantized import has_int8_layers
 
@@ -45,6 +46,8 @@ def meet(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
                 qconfig, backend, mode = facts.settings(saved)
                 prepared.append(prepare(target, qconfig, backend=backend, mode=mode))
                 check_same(saved, facts.of(target) or saved, path or type(module).__name__)
+            if facts.of(target) is not None:
+                leave_in_float(target, facts.float_choice(saved))
     except BaseException:
         for target in prepared:
             unprepare(target)
