@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 Metrics = dict[str, Any]
 FILE = "metrics.json"
+KINDS = ("float", "fake_quant", "int8")
 HEADER = ("model", "accuracy", "size (MB)", "latency (ms)")
 
 
@@ -67,33 +68,42 @@ def write(metrics: Metrics, folder: Path) -> Path:
 
 def rows(metrics: Metrics) -> list[tuple[str, ...]]:
     """Words the figures of one run: for each model its name, accuracy, size and latency."""
-    labels = {"float": "float", "fake_quant": "fake-quantized", "int8": f"int8, {metrics['int8']['backend']}"}
+    labels = {
+        "float": "float",
+        "fake_quant": "fake-quantized",
+        "int8": f"int8, {metrics.get('int8', {}).get('backend')}",
+    }
     return [
         (
             label,
-            _percent(metrics[name]["accuracy"]),
+            percent(metrics[name]["accuracy"]),
             *(_number(metrics[name].get(key)) for key in ("size_mb", "latency_ms")),
         )
         for name, label in labels.items()
+        if name in metrics
     ]
 
 
 def table(metrics: Metrics) -> Table:
     """Shows the figures of one run."""
-    layers = metrics["int8_layers"]
-    shown = Table(*HEADER, title=f"{layers} of {layers + metrics['float_layers']} layers in int8")
+    shown = Table(*HEADER)
+    if "int8" in metrics:
+        layers = metrics["int8_layers"]
+        shown.title = f"{layers} of {layers + metrics['float_layers']} layers in int8"
     for row in rows(metrics):
         shown.add_row(*row)
     return shown
 
 
 def summary(metrics: Metrics) -> tuple[str, ...]:
-    """Words the figures of one run in a line: the three accuracies, the size and the latency in int8."""
-    accuracies = (_percent(metrics[kind]["accuracy"]) for kind in ("float", "fake_quant", "int8"))
-    return (*accuracies, *(_number(metrics["int8"][key]) for key in ("size_mb", "latency_ms")))
+    """Words the figures of one run in a line: its accuracies, the size and the latency of the last of its models."""
+    kinds = [kind for kind in KINDS if kind in metrics]
+    accuracies = (percent(metrics[kind]["accuracy"]) if kind in kinds else "-" for kind in KINDS)
+    return (*accuracies, *(_number(metrics[kinds[-1]][key]) for key in ("size_mb", "latency_ms")))
 
 
-def _percent(fraction: float) -> str:
+def percent(fraction: float) -> str:
+    """Words a fraction."""
     return f"{100 * fraction:.2f} %"
 
 

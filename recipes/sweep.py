@@ -41,13 +41,18 @@ class CompareRuns(Callback):
 def collect(folder: Path) -> list[Run]:
     """Reads the runs below a sweep folder in their order; each left ``metrics.json`` and Hydra's ``.hydra``."""
     paths = [path.parent for path in folder.rglob(metrics.FILE)]
-    paths.sort(key=lambda path: int(OmegaConf.load(path / ".hydra" / "hydra.yaml").hydra.job.num))
+    paths.sort(key=_number_of)
     runs = []
     for path in paths:
         overrides = (str(override).partition("=") for override in OmegaConf.load(path / ".hydra" / "overrides.yaml"))
         figures = json.loads((path / metrics.FILE).read_text(encoding="utf-8"))
         runs.append(Run({key: value for key, _, value in overrides}, figures))
     return runs
+
+
+def _number_of(folder: Path) -> int:
+    """The number of a run in its sweep; 0 for one on its own."""
+    return int(OmegaConf.select(OmegaConf.load(folder / ".hydra" / "hydra.yaml"), "hydra.job.num", default=0))
 
 
 def comparison(runs: list[Run]) -> Table:

@@ -114,6 +114,7 @@ class ArrayData(ClassificationData):
         batch_size: Images in a batch of training and calibration.
         eval_batch_size: Images in a batch of validation and test.
         augment: Crop and flip the training images at random, as suits the set (``crop_padding``, ``flip``).
+        calibration_seed: Decides which training images calibration begins with.
     """
 
     mean: tuple[float, ...] = CIFAR_MEAN
@@ -121,8 +122,10 @@ class ArrayData(ClassificationData):
     crop_padding: int = 4
     flip: bool = True
 
-    def __init__(self, batch_size: int = 128, eval_batch_size: int = 250, augment: bool = True) -> None:
-        super().__init__()
+    def __init__(
+        self, batch_size: int = 128, eval_batch_size: int = 250, augment: bool = True, calibration_seed: int = 0
+    ) -> None:
+        super().__init__(calibration_seed)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.augment = augment
@@ -155,7 +158,9 @@ class ArrayData(ClassificationData):
 
     def calibration_dataloader(self) -> DataLoader:
         training = self._dataset(0)
-        return self._evaluation(Subset(training, calibration_order(len(training))), self.batch_size)
+        return self._evaluation(
+            Subset(training, calibration_order(len(training), self.calibration_seed)), self.batch_size
+        )
 
     def _dataset(self, split: int) -> _ImageDataset:
         self.setup()
@@ -177,6 +182,7 @@ class Digits(ArrayData):
         batch_size: See ``ArrayData``.
         eval_batch_size: See ``ArrayData``.
         augment: See ``ArrayData``; crops only, since a mirrored digit is none.
+        calibration_seed: See ``ArrayData``.
     """
 
     mean = (0.305, 0.305, 0.305)
@@ -184,8 +190,15 @@ class Digits(ArrayData):
     crop_padding = 2
     flip = False
 
-    def __init__(self, size: int = 32, batch_size: int = 32, eval_batch_size: int = 200, augment: bool = True) -> None:
-        super().__init__(batch_size, eval_batch_size, augment)
+    def __init__(
+        self,
+        size: int = 32,
+        batch_size: int = 32,
+        eval_batch_size: int = 200,
+        augment: bool = True,
+        calibration_seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, eval_batch_size, augment, calibration_seed)
         self.size = size
 
     def load(self) -> tuple[Images, Images, Images]:
@@ -216,6 +229,7 @@ class Npz(ArrayData):
         batch_size: See ``ArrayData``.
         eval_batch_size: See ``ArrayData``.
         augment: See ``ArrayData``; crops and mirror images.
+        calibration_seed: See ``ArrayData``.
 
     Raises:
         ConfigError: No path, no file there, or keys are missing in it.
@@ -229,8 +243,9 @@ class Npz(ArrayData):
         batch_size: int = 128,
         eval_batch_size: int = 250,
         augment: bool = True,
+        calibration_seed: int = 0,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, augment)
+        super().__init__(batch_size, eval_batch_size, augment, calibration_seed)
         self.mean, self.std = tuple(mean), tuple(std)
         hint = "give data.path=FILE.npz with the keys of MedMNIST files (train_images, train_labels, val_..., test_...)"
         if path is None:

@@ -13,10 +13,17 @@ class ClassificationData(pl.LightningDataModule, ABC):
     """Images and class numbers: training, validation and test, and training images as the test sees them.
 
     Every loader gives pairs of float images (N, 3, H, W), normalized, channels last in memory, and int64 labels (N,).
+
+    Args:
+        calibration_seed: Decides which training images calibration begins with.
     """
 
     num_classes: int
     """Known after ``setup``."""
+
+    def __init__(self, calibration_seed: int = 0) -> None:
+        super().__init__()
+        self.calibration_seed = calibration_seed
 
     @abstractmethod
     def train_dataloader(self) -> DataLoader: ...
@@ -29,13 +36,13 @@ class ClassificationData(pl.LightningDataModule, ABC):
 
     @abstractmethod
     def calibration_dataloader(self) -> DataLoader:
-        """Training images without augmentation, in one fixed random order whatever the seed of the run.
+        """Training images without augmentation, in the random order of ``calibration_seed`` whatever the run's seed.
 
         Calibration on augmented images would see values (padding, crops) that the shipped model never meets, and other
         images in every run.
         """
 
 
-def calibration_order(size: int) -> list[int]:
-    """Returns the fixed random order in which ``size`` training images are used for calibration."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()
+def calibration_order(size: int, seed: int) -> list[int]:
+    """Returns the random order in which ``size`` training images are used for calibration."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()

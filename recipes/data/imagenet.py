@@ -26,15 +26,22 @@ class ImageNet(ClassificationData):
         resize: The shorter side before the centre crop of evaluation and calibration, in pixels.
         crop: Height and width of the images that the model sees, in pixels.
         num_workers: Processes that decode images.
+        calibration_seed: Decides which training images calibration begins with.
 
     Raises:
         ConfigError: No path, or no ``train`` and ``val`` folders there.
     """
 
     def __init__(
-        self, path: str | Path | None, batch_size: int = 64, resize: int = 256, crop: int = 224, num_workers: int = 2
+        self,
+        path: str | Path | None,
+        batch_size: int = 64,
+        resize: int = 256,
+        crop: int = 224,
+        num_workers: int = 2,
+        calibration_seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(calibration_seed)
         hint = (
             "give data.path=ROOT with ROOT/train/CLASS/*.JPEG and ROOT/val/CLASS/*.JPEG; the images of ILSVRC 2012 are "
             "at image-net.org for those who register"
@@ -65,7 +72,7 @@ class ImageNet(ClassificationData):
 
     def calibration_dataloader(self) -> DataLoader:
         training = self._folder("train", self._plain)
-        return self._loader(Subset(training, calibration_order(len(training))))
+        return self._loader(Subset(training, calibration_order(len(training), self.calibration_seed)))
 
     def _folder(self, split: str, transform: v2.Compose) -> ImageFolder:
         try:

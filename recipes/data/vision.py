@@ -24,8 +24,9 @@ class _TorchvisionData(ArrayData):
         batch_size: int = 128,
         eval_batch_size: int = 250,
         augment: bool = True,
+        calibration_seed: int = 0,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, augment)
+        super().__init__(batch_size, eval_batch_size, augment, calibration_seed)
         self.path = Path(path).expanduser()
         self.download = download
         self.val_size = val_size
@@ -67,6 +68,7 @@ class Cifar10(_TorchvisionData):
         batch_size: See ``ArrayData``.
         eval_batch_size: See ``ArrayData``.
         augment: See ``ArrayData``.
+        calibration_seed: See ``ArrayData``.
     """
 
     dataset = torchvision.datasets.CIFAR10

@@ -86,6 +86,13 @@ def test_calibration_sees_training_images_in_random_order_as_the_test_would(tmp_
     assert torch.equal(labels, train.labels[order])
 
 
+def test_the_calibration_seed_decides_which_images_come_first(tmp_path):
+    path = write_npz(tmp_path / "set.npz")
+    firsts = [batches(Npz(path, batch_size=8, calibration_seed=seed).calibration_dataloader())[0] for seed in (0, 1)]
+    assert not torch.equal(firsts[0][0], firsts[1][0])
+    assert same(batches(Npz(path).calibration_dataloader()), batches(Npz(path).calibration_dataloader()))
+
+
 def test_normalization_takes_the_mean_off_and_divides_by_the_deviation():
     pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).expand(1, 2, 2, 3)
     images, _ = _Collate((0.5, 0.5, 0.5), (0.25, 0.5, 1.0))(Images(pixels, torch.zeros(1)))
