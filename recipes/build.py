@@ -31,17 +31,14 @@ def build(config: DictConfig, name: str, **more: Any) -> Any:
     return _build(OmegaConf.select(config, name), name, **more)
 
 
-def build_callbacks(config: DictConfig) -> tuple[list[pl.Callback], QuantizationCallback]:
+def build_callbacks(config: DictConfig) -> list[pl.Callback]:
     """Builds the callbacks of a run.
 
-    Every entry has to be a callback and one of them has to quantize. Hydra's ``instantiate`` gives back an entry
-    without ``_target_`` as it is, and a run that skips it would train in float without a word.
-
-    Returns:
-        All callbacks, and the one among them that quantizes.
+    Every entry has to be a callback: Hydra's ``instantiate`` gives back an entry without ``_target_`` as it is, and a
+    run that skips it would train in float without a word.
 
     Raises:
-        ConfigError: An entry is no callback, or not exactly one of them quantizes.
+        ConfigError: An entry is no callback.
     """
     entries = config.get("callbacks") or {}
     if not isinstance(entries, DictConfig | dict):
@@ -52,11 +49,24 @@ def build_callbacks(config: DictConfig) -> tuple[list[pl.Callback], Quantization
         if not isinstance(callback, pl.Callback):
             raise ConfigError(f"callbacks.{name} is a {type(callback).__name__}, not a Lightning callback.")
         callbacks.append(callback)
+    return callbacks
+
+
+def build_quantization(config: DictConfig) -> tuple[list[pl.Callback], QuantizationCallback]:
+    """Builds the callbacks of a run that quantizes.
+
+    Returns:
+        All callbacks, and the one among them that quantizes.
+
+    Raises:
+        ConfigError: An entry is no callback, or not exactly one of them quantizes.
+    """
+    callbacks = build_callbacks(config)
     quantizing = [callback for callback in callbacks if isinstance(callback, QuantizationCallback)]
     if len(quantizing) != 1:
         raise ConfigError(
-            f"{len(quantizing)} of the callbacks ({', '.join(map(str, entries)) or 'none'}) quantize, and a run needs "
-            "one: choose callbacks=qat or callbacks=ptq."
+            f"{len(quantizing)} of the callbacks ({', '.join(map(str, config.get('callbacks') or ())) or 'none'}) "
+            "quantize, and a run needs one: choose callbacks=qat or callbacks=ptq."
         )
     return callbacks, quantizing[0]
 

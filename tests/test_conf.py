@@ -8,8 +8,9 @@ import pytorch_lightning as pl
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
-from hydra.utils import instantiate
+from hydra.utils import get_method, instantiate
 from omegaconf import OmegaConf
+from pytorch_lightning.callbacks import ModelCheckpoint
 
 import qlightning
 from qlightning import QConfig, QScheme
@@ -24,8 +25,10 @@ from qlightning.observers import (
     MSEObserver,
     PercentileObserver,
 )
-from recipes.build import build, build_callbacks
+from recipes.build import build, build_callbacks, build_quantization
 from recipes.data import ClassificationData
+from recipes.float_training import train
+from recipes.pipeline import run
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml"))]
@@ -93,7 +96,7 @@ def test_every_trainer_builds(option):
         pytest.skip("no GPU here")
     trainer = build(composed(f"trainer={option}"), "trainer", max_epochs=1)
     assert isinstance(trainer, pl.Trainer)
-    assert trainer.world_size == 1
+    assert trainer.world_size == (2 if option == "ddp_cpu" else 1)
 
 
 @pytest.mark.parametrize("option", options("observer"))
@@ -136,7 +139,7 @@ def test_the_schemes_without_a_choice_are_the_defaults_of_the_package():
 @pytest.mark.parametrize("option", options("backend"))
 def test_every_backend_reaches_the_callback(option):
     try:
-        _, callback = build_callbacks(composed(f"backend={option}"))
+        _, callback = build_quantization(composed(f"backend={option}"))
     except qlightning.QuantizationError as error:
         pytest.skip(str(error))
     assert option in ("auto", callback.backend.name)
@@ -150,15 +153,20 @@ def test_every_chain_of_steps_reaches_the_callback(option):
 
 
 @pytest.mark.parametrize("option", options("recipe"))
-def test_every_recipe_quantizes_as_its_name_says_and_has_its_page(option):
+def test_every_recipe_does_what_its_name_says_and_has_its_page(option):
     config = composed(f"+recipe={option}")
-    _, callback = build_callbacks(config)
-    assert type(callback) is {"qat": QuantizationAwareTraining, "ptq": PostTrainingQuantization}[option.split("_")[1]]
-    assert option.split("_")[0] in config.model._target_
-    observer = {"qat": MovingAverageObserver, "ptq": HistogramObserver}[option.split("_")[1]]
+    net, kind = option.split("_")
+    assert net in config.model._target_
+    assert f"+recipe={option}" in (CONF.parent / "recipes" / f"{option}.md").read_text(encoding="utf-8")
+    assert get_method(config.job) is {"qat": run, "ptq": run, "float": train}[kind]
+    if kind == "float":
+        assert [type(callback) for callback in build_callbacks(config)] == [ModelCheckpoint]
+        return
+    _, callback = build_quantization(config)
+    assert type(callback) is {"qat": QuantizationAwareTraining, "ptq": PostTrainingQuantization}[kind]
+    observer = {"qat": MovingAverageObserver, "ptq": HistogramObserver}[kind]
     assert callback.qconfig.activation_observer.func is observer
     assert config.qat_training.optimizer.lr <= config.float_training.optimizer.lr / 10
-    assert f"+recipe={option}" in (CONF.parent / "recipes" / f"{option}.md").read_text(encoding="utf-8")
 
 
 def test_what_the_command_line_says_beats_the_recipe():
@@ -232,20 +240,20 @@ MALFORMED = {
 @pytest.mark.parametrize(("config", "message"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_callbacks_are_an_error_and_never_a_silent_float_run(config, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        build_callbacks(OmegaConf.create(config))
+        build_quantization(OmegaConf.create(config))
 
 
 def test_a_run_whose_callbacks_are_taken_away_is_an_error():
     with pytest.raises(ConfigError, match="callbacks=qat or callbacks=ptq"):
-        build_callbacks(composed("~callbacks"))
+        build_quantization(composed("~callbacks"))
     with pytest.raises(ConfigError, match="callbacks=qat or callbacks=ptq"):
-        build_callbacks(composed("+recipe=resnet_qat", "~callbacks.quantization"))
+        build_quantization(composed("+recipe=resnet_qat", "~callbacks.quantization"))
     with pytest.raises(ValueError, match="must be a string or a list"):  # Hydra's own, as for every group
         composed("callbacks=null")
 
 
 def test_more_callbacks_go_along_with_the_one_that_quantizes():
-    callbacks, quantizing = build_callbacks(
+    callbacks, quantizing = build_quantization(
         composed("+recipe=resnet_qat", "+callbacks.timer._target_=pytorch_lightning.callbacks.Timer")
     )
     assert [type(callback).__name__ for callback in callbacks] == ["QuantizationAwareTraining", "Timer"]
@@ -253,5 +261,5 @@ def test_more_callbacks_go_along_with_the_one_that_quantizes():
 
 
 def test_layers_are_excluded_in_the_config():
-    _, callback = build_callbacks(composed("+recipe=resnet_qat", "+callbacks.quantization.exclude=[conv1,linear]"))
+    _, callback = build_quantization(composed("+recipe=resnet_qat", "+callbacks.quantization.exclude=[conv1,linear]"))
     assert callback.qconfig.exclude == ("conv1", "linear")

@@ -1,4 +1,4 @@
-"""ResNet and MobileNetV2 for images of 32x32 pixels."""
+"""ResNet, MobileNetV2 and MobileNetV3 for images of 32x32 pixels."""
 
 from __future__ import annotations
 
@@ -7,9 +7,29 @@ from pathlib import Path
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.mobilenetv3 import InvertedResidualConfig as _V3Block
 
 from qlightning.errors import ConfigError
 from recipes.models.weights import load_weights
+
+_V3_LARGE = (
+    (16, 3, 16, 16, False, "RE", 1, 1),
+    (16, 3, 64, 24, False, "RE", 2, 1),
+    (24, 3, 72, 24, False, "RE", 1, 1),
+    (24, 5, 72, 40, True, "RE", 2, 1),
+    (40, 5, 120, 40, True, "RE", 1, 1),
+    (40, 5, 120, 40, True, "RE", 1, 1),
+    (40, 3, 240, 80, False, "HS", 2, 1),
+    (80, 3, 200, 80, False, "HS", 1, 1),
+    (80, 3, 184, 80, False, "HS", 1, 1),
+    (80, 3, 184, 80, False, "HS", 1, 1),
+    (80, 3, 480, 112, True, "HS", 1, 1),
+    (112, 3, 672, 112, True, "HS", 1, 1),
+    (112, 5, 672, 160, True, "HS", 2, 1),
+    (160, 5, 960, 160, True, "HS", 1, 1),
+    (160, 5, 960, 160, True, "HS", 1, 1),
+)
+"""Of Howard et al. 2019, table 1: channels in, kernel, channels expanded, out, SE, activation, stride, dilation."""
 
 
 class _Shortcut(nn.Module):
@@ -105,6 +125,29 @@ def mobilenet_v2_cifar(
         weights: A file of weights (see ``load_weights``), or None for random ones.
     """
     net = torchvision.models.MobileNetV2(num_classes=num_classes, width_mult=width_mult)
+    net.features[0][0].stride = (1, 1)
+    if weights is not None:
+        load_weights(net, weights)
+    return net
+
+
+def mobilenet_v3_cifar(
+    num_classes: int = 10, width_mult: float = 1.0, weights: str | Path | None = None
+) -> torchvision.models.MobileNetV3:
+    """Builds torchvision's MobileNetV3-Large with stride 1 in the stem, for 32x32 images; parameter names as there.
+
+    Args:
+        num_classes: Width of the last layer.
+        width_mult: Channels against the original.
+        weights: A file of weights (see ``load_weights``), or None for random ones.
+
+    Example:
+        >>> mobilenet_v3_cifar(width_mult=0.5).classifier[-1].out_features
+        10
+    """
+    blocks = [_V3Block(*block, width_mult=width_mult) for block in _V3_LARGE]
+    last_channel = _V3Block.adjust_channels(1280, width_mult)
+    net = torchvision.models.MobileNetV3(blocks, last_channel, num_classes=num_classes)
     net.features[0][0].stride = (1, 1)
     if weights is not None:
         load_weights(net, weights)

@@ -1,10 +1,18 @@
 import pytest
 import safetensors.torch
 import torch
+import torchvision
 
 from qlightning import prepare
 from qlightning.errors import ConfigError
-from recipes.models import CifarResNet, load_weights, mobilenet_v2_cifar, resnet_cifar, torchvision_model
+from recipes.models import (
+    CifarResNet,
+    load_weights,
+    mobilenet_v2_cifar,
+    mobilenet_v3_cifar,
+    resnet_cifar,
+    torchvision_model,
+)
 from recipes.task import ClassificationTask
 
 
@@ -21,10 +29,23 @@ def test_a_depth_that_is_not_6n_plus_2_is_an_error(depth):
         CifarResNet(depth)
 
 
-def test_mobilenet_for_cifar_keeps_the_resolution_in_its_stem():
-    net = mobilenet_v2_cifar(num_classes=7, width_mult=0.5).eval()
+@pytest.mark.parametrize("build", [mobilenet_v2_cifar, mobilenet_v3_cifar])
+def test_mobilenets_for_cifar_keep_the_resolution_in_their_stem(build):
+    net = build(num_classes=7, width_mult=0.5).eval()
     assert net.features[0](torch.zeros(1, 3, 32, 32)).shape[-2:] == (32, 32)
     assert net(torch.zeros(2, 3, 24, 24)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("build", "original"), [(mobilenet_v2_cifar, "mobilenet_v2"), (mobilenet_v3_cifar, "mobilenet_v3_large")]
+)
+def test_mobilenets_for_cifar_are_the_originals_but_for_the_stride_of_the_stem(build, original):
+    with torch.device("meta"):
+        nets = build(num_classes=1000), torchvision.models.get_model(original)
+    nets[1].features[0][0].stride = (1, 1)
+    assert str(nets[0]) == str(nets[1])
+    shapes, originals = ({key: value.shape for key, value in net.state_dict().items()} for net in nets)
+    assert shapes == originals
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from recipes.sweep import Run, collect, comparison
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ("trainer=fast", "float_training.epochs=1", "qat_training.epochs=1", "data.size=8", "backend=reference")
-RECIPES = sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml"))
+RECIPES = sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*_[pq]*.yaml"))  # those that quantize
 
 
 def small(name):
@@ -85,7 +85,7 @@ def test_a_run_starts_from_the_float_weights_of_another(finished, compose_run, t
         (["model.weights=missing.safetensors"], "No weights at"),
         (["data._target_=recipes.data.Npz", "~data.size", "+data.path=missing.npz"], "missing.npz"),
         (["+trainer.max_epoch=1"], "trainer.*max_epoch"),
-        (["trainer.devices=2"], "trainer: 2 processes"),
+        (["trainer.devices=2"], "trainer: 2 processes by DDPStrategy.*trainer=ddp_cpu"),
         (["+qat_training.optimizer.momentun=0.9"], "qat_training.*momentun"),
         (["qat_training.optimizer.lr=-1"], "qat_training.*-1"),
         (["qat_training.schedule=null"], "qat_training.schedule"),
@@ -122,12 +122,11 @@ def test_published_weights_lose_at_most_fifteen_hundredths_of_a_point(compose_ru
     assert result["int8"]["accuracy"] >= 0.9173 - 0.0015
 
 
-def test_a_sweep_ends_in_one_table_of_its_runs(tmp_path):
-    sweep = "observer@activation_observer=minmax,moving_average"
-    arguments = [*small("resnet_ptq"), sweep, f"hydra.sweep.dir={tmp_path}"]
+def of_sweep(folder, *arguments):
+    """Runs scripts/train.py as a sweep, and gives what it printed."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), "-m", *arguments],
-        cwd=tmp_path,
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "-m", *arguments, f"hydra.sweep.dir={folder}"],
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
@@ -135,13 +134,34 @@ def test_a_sweep_ends_in_one_table_of_its_runs(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_sweep_ends_in_one_table_of_its_runs(tmp_path):
+    sweep = "observer@activation_observer=minmax,moving_average"
+    shown = of_sweep(tmp_path, *small("resnet_ptq"), sweep)
     runs = collect(tmp_path)
     names = [run.overrides["observer@activation_observer"] for run in runs]
     assert names == ["minmax", "moving_average"]
-    end = done.stdout.splitlines()[-12:]
+    end = shown.splitlines()[-12:]
     for name, one in zip(names, runs, strict=True):
         row = next(line for line in end if name in line)
         assert all(figure in row for figure in metrics.summary(one.metrics))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def test_processes_that_train_start_no_sweep_of_their_own(finished, compose_run, tmp_path):
+    weights = f"model.weights={finished('resnet_qat', compose_run) / 'float.safetensors'}"
+    two = ("trainer=ddp_cpu", *(f"+trainer.limit_{kind}_batches=2" for kind in ("train", "val", "test")))
+    fork = ("trainer.strategy=ddp_fork", "callbacks.quantization.save=[net.safetensors]")  # starts faster than spawn
+    shown = of_sweep(tmp_path, *small("resnet_qat"), *two, *fork, weights, "seed=0,1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "multirun.yaml"]
+    runs = collect(tmp_path)
+    assert [run.overrides["seed"] for run in runs] == ["0", "1"]
+    for number, one in enumerate(runs):
+        assert one.metrics["int8_layers"] == 8
+        assert (tmp_path / str(number) / "net.safetensors").exists()
+    assert shown.count("after") == 2  # each run says once how long it took
 
 
 def test_the_table_of_a_sweep_shows_what_differs_and_nothing_else():
