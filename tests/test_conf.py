@@ -147,7 +147,7 @@ def test_every_backend_reaches_the_callback(option):
 
 @pytest.mark.parametrize("option", options("steps"))
 def test_every_chain_of_steps_reaches_the_callback(option):
-    _, callback = build_callbacks(composed("callbacks=ptq", f"steps={option}"))
+    _, callback = build_quantization(composed("callbacks=ptq", f"steps={option}"))
     names = [type(step).__name__ for step in callback.steps]
     assert names == STEPS[option]
 
