@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -91,36 +92,44 @@ class Geometry:
     channels: int | None = None
 
     def pack(self, layer: IntegerWeight, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The weight as the kernel wants it, for 2-d inputs of a shape; a weight for another shape is as right.
+        """The weight as the kernel wants it for inputs of a shape, and for as many threads as torch has now.
 
-        torch (2.14) finds the layout once for all weights whose shapes, of the input too, are equal, though with a zero
-        point it is another; what is packed for the wrong one is packed again in each call. So the batch that it is told
-        of is even without a zero point and odd with one.
+        One for other inputs or threads is as right, but where it is laid out otherwise it is packed again in each call,
+        which can take longer than all else. torch (2.14) keeps the layouts that it has found, for each thread apart,
+        by the shapes alone, though a zero point makes it another: so each is found in a thread of its own.
         """
         codes = layer.codes
         if self.flipped:
             codes = codes.flip(list(range(2, codes.dim())))
         if self.channels is not None:
             codes = F.pad(codes, [0, 0] * (codes.dim() - 2) + [0, self.channels - codes.shape[1]])
-        told = None
-        if codes.dim() == 4:
-            batch, _, *size = shape or (
-                1,
-                0,
-                *(28 + d * k for d, k in zip(self.dilation, codes.shape[2:], strict=True)),
-            )
-            told = [2 * batch + (self.x_zero_point != 0), codes.shape[1] * self.groups, *size]
-        return _onednn.qconv_prepack(
-            codes.contiguous(), layer.scale, self.x_scale, self.x_zero_point, *self.arguments(), told
-        )
+        if shape is None and codes.dim() == 4:
+            some = (28 + d * k for d, k in zip(self.dilation, codes.shape[2:], strict=True))
+            shape = (1, codes.shape[1] * self.groups, *some)
+        told = None if shape is None else list(shape)
+        arguments = (codes.contiguous(), layer.scale, self.x_scale, self.x_zero_point, *self.arguments(), told)
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(_pack, *arguments).result()
 
     def arguments(self) -> tuple[list[int], list[int], list[int], int]:
         """As the kernels take it."""
         return self.stride, self.padding, self.dilation, self.groups
 
 
+@torch.no_grad()
+def _pack(*arguments: Any) -> Tensor:
+    torch.get_num_threads()  # lets a new thread have as many as the others
+    packed: Tensor = _onednn.qconv_prepack(*arguments)
+    return packed
+
+
+@torch.compiler.assume_constant_result
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
 class PackedWeights:
-    """The weight of a 2-d convolution, packed anew for the first shapes of the input that come; safe between threads.
+    """The weight of a convolution, packed for the first shapes of the input that come; safe between threads.
 
     Args:
         geometry: Of the convolution.
@@ -131,18 +140,20 @@ class PackedWeights:
 
     def __init__(self, geometry: Geometry, layer: IntegerWeight) -> None:
         self._pack = partial(geometry.pack, layer)
-        self._known: dict[tuple[int, ...], Tensor] = {}
+        self._dims = layer.codes.dim()
+        self._known: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         self._other: Tensor | None = None
         self.find = self._known.get
 
-    def add(self, shape: tuple[int, ...]) -> Tensor:
-        """The weight for a shape that was not found."""
-        if len(self._known) < self._MOST and len(shape) == 4 and all(shape) and not torch.compiler.is_compiling():
-            with torch.inference_mode(False), torch.no_grad():
-                return self._known.setdefault(shape, self._pack(shape))
+    def add(self, threads: int, shape: tuple[int, ...]) -> Tensor:
+        """The weight for a number of threads and a shape that were not found."""
+        if len(shape) == self._dims and all(shape) and not torch.compiler.is_compiling():
+            if any(number != threads for number, _ in list(self._known)):
+                self._known.clear()
+            if len(self._known) < self._MOST:
+                return self._known.setdefault((threads, shape), self._pack(shape))
         if self._other is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._other = self._pack()
+            self._other = self._pack()
         return self._other
 
 
@@ -164,8 +175,9 @@ class Conv:
 
         def run(x: Tensor) -> Tensor:
             batched = x.dim() != dims + 1
-            if (weight := find(x.shape)) is None:
-                weight = add(x.shape)
+            threads = _threads()
+            if (weight := find((threads, x.shape))) is None:
+                weight = add(threads, x.shape)
             y: Tensor = kernel(
                 x if batched else x[None], x_scale, x_zero_point, weight, w_scale, w_zero_point, bias, stride, padding,
                 dilation, groups, scale, zero_point, dtype, post_op, post_args, algorithm,
@@ -212,8 +224,9 @@ class ConvSum:
                 batch, _, height, width = x.shape
                 shape = (batch, channels, (height + vertical - 1) // down + 1, (width + horizontal - 1) // right + 1)
                 if residual.shape == shape:
-                    if (weight := find(x.shape)) is None:
-                        weight = add(x.shape)
+                    threads = _threads()
+                    if (weight := find((threads, x.shape))) is None:
+                        weight = add(threads, x.shape)
                     if not (overwrite and residual.is_contiguous(memory_format=images)):
                         residual = residual.clone(memory_format=images)
                     y: Tensor = kernel(

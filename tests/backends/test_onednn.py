@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -156,14 +156,42 @@ def test_weights_packed_for_any_shape_and_zero_point_are_right(first: int) -> No
             torch.testing.assert_close(run(x).double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_weights_are_packed_once_for_a_shape(
+    count: int, threads: Callable[[int], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    threads(count)
+    for zero_point in (0, 3):
+        for out, *shape in ((672, 1, 168, 1, 1), (168, 1, 672, 1, 1), (20, 1, 480, 1, 1), (32, 4, 8, 14, 14)):
+            weight = torch.randint(-127, 128, (out, shape[1], 1, 1), dtype=torch.int8)
+            layer = QuantizedLayer(weight, torch.ones(out), torch.zeros(out, dtype=torch.int32), torch.ones(out))
+            run = Conv(Geometry(0.1, zero_point, [1, 1], [0, 0], [1, 1], 1), Result(0.1, 3, torch.uint8))(layer)
+            x = codes(*shape)
+            run(x)
+            with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+                run(x)
+    calls = [line for line in capfd.readouterr().out.splitlines() if ",exec," in line]
+    assert len(calls) == sum(",convolution," in line for line in calls) == 8
+
+
 def test_weights_are_kept_for_few_shapes() -> None:
     layer = QuantizedLayer(
         torch.ones(4, 4, 1, 1, dtype=torch.int8), torch.ones(4), torch.zeros(4, dtype=torch.int32), None
     )
     weights = PackedWeights(Geometry(0.1, 0, [1, 1], [0, 0], [1, 1], 1), layer)
     for batch in range(1, 9):
-        weights.add(torch.Size((batch, 4, 6, 6)))
-    assert [batch for batch in range(1, 9) if weights.find(torch.Size((batch, 4, 6, 6))) is not None] == [1, 2]
+        weights.add(1, torch.Size((batch, 4, 6, 6)))
+    assert [batch for batch in range(1, 9) if weights.find((1, torch.Size((batch, 4, 6, 6)))) is not None] == [1, 2]
+    weights.add(2, torch.Size((5, 4, 6, 6)))
+    assert weights.find((2, torch.Size((5, 4, 6, 6)))) is not None
+    assert weights.find((1, torch.Size((1, 4, 6, 6)))) is None
 
 
 @torch.no_grad()
