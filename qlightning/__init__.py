@@ -12,6 +12,7 @@ from qlightning.graph import convert, prepare, unprepare
 from qlightning.graph.calibrate import calibrate
 from qlightning.graph.ranges import ranges
 from qlightning.graph.report import report
+from qlightning.lsq import LearnedScales
 from qlightning.qconfig import QConfig
 from qlightning.qparams import choose_qparams
 from qlightning.qscheme import QScheme
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backend",
+    "LearnedScales",
     "PostTrainingQuantization",
     "QConfig",
     "QScheme",

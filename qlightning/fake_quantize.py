@@ -333,7 +333,8 @@ def refresh_all(fqs: Iterable[FakeQuantize]) -> None:
     ranges: dict[QScheme, list[tuple[FakeQuantize, Tensor, Tensor]]] = {}
     for fq in fqs:
         observer = fq.observer
-        if isinstance(observer, Observer) and _is_our_maths(observer):
+        follows = type(fq).refresh is FakeQuantize.refresh  # one whose scale is learned does not
+        if follows and isinstance(observer, Observer) and _is_our_maths(observer):
             low, high = observer.range()
             if low.ndim == high.ndim == fq.scale.ndim == 0:
                 ranges.setdefault(observer.scheme, []).append((fq, low, high))

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from torch import nn
 
 from qlightning.errors import ConfigError, closest
-from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver, foreign
+from qlightning.lsq import LearnedScales
+from qlightning.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver, MSEObserver, foreign
 from qlightning.qscheme import QScheme
 
 ObserverFactory = Callable[[QScheme], nn.Module]
@@ -37,9 +38,12 @@ class QConfig:
         activation_observer: Builds the observer of an activation from its scheme: a class of `qlightning.observers`,
             one of torch.ao (or its ``with_args(...)``), or a function. None: a moving average in quantization-aware
             training, a histogram in post-training quantization.
-        weight_observer: Builds the observer of a weight. None: min-max.
+        weight_observer: Builds the observer of a weight. None: min-max; for learned scales of fewer than 8 bits least
+            squared error, as scales that start from the extremes stay too large for long.
         overrides: From patterns to the QConfig used there, or to None, which keeps the layer in float.
         exclude: Patterns of modules that stay float.
+        learned: Scales that are learned by gradient in quantization-aware training, from the start that their
+            observers give: a LearnedScales, or True or ``"lsq"`` (all of them), ``"activations"`` or ``"weights"``.
 
     Raises:
         ConfigError: A field has the wrong type.
@@ -56,6 +60,7 @@ class QConfig:
     weight_observer: ObserverFactory | None = None
     overrides: Mapping[Pattern, QConfig | None] = field(default_factory=dict)
     exclude: tuple[Pattern, ...] = ()
+    learned: LearnedScales | bool | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("activation", "weight"):
@@ -74,6 +79,7 @@ class QConfig:
         for pattern in (*exclude, *self.overrides):
             if not isinstance(pattern, (str, type)):
                 raise ConfigError(f"QConfig pattern {pattern!r}: a name, a glob or a module type is needed.")
+        object.__setattr__(self, "learned", LearnedScales.of(self.learned))
         for pattern, override in self.overrides.items():
             if override is not None and not isinstance(override, QConfig):
                 raise ConfigError(f"QConfig overrides[{pattern!r}]={override!r}: a QConfig or None is needed.")
@@ -91,6 +97,11 @@ class QConfig:
         more = (patterns,) if isinstance(patterns, (str, type)) else tuple(patterns)
         return replace(self, exclude=self.exclude + more)
 
+    @property
+    def learned_scales(self) -> LearnedScales | None:
+        """What ``learned`` has become."""
+        return LearnedScales.of(self.learned)
+
     def all(self) -> Iterator[QConfig]:
         """Itself and all that its overrides hold."""
         yield self
@@ -103,7 +114,7 @@ class QConfig:
         return replace(
             self,
             activation_observer=self.activation_observer or DEFAULT_OBSERVERS[mode],
-            weight_observer=self.weight_observer or MinMaxObserver,
+            weight_observer=self._weight_observer,
             overrides={pattern: c and c.with_observers(mode) for pattern, c in self.overrides.items()},
         )
 
@@ -113,7 +124,13 @@ class QConfig:
 
     def build_weight_observer(self) -> nn.Module:
         """Builds the observer of one weight."""
-        return _build(self.weight_observer or MinMaxObserver, self.weight)
+        return _build(self._weight_observer, self.weight)
+
+    @property
+    def _weight_observer(self) -> ObserverFactory:
+        learned = self.learned_scales
+        default = MSEObserver if learned and learned.weights and self.weight.bits < 8 else MinMaxObserver
+        return self.weight_observer or default
 
 
 def _build(factory: ObserverFactory, scheme: QScheme) -> nn.Module:

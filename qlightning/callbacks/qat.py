@@ -29,10 +29,12 @@ from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
 from qlightning.callbacks.pruning import let_prune
 from qlightning.callbacks.ranks import RangeSync, check_strategy, is_spawned, sync_buffers
 from qlightning.callbacks.reestimation import reestimate_batchnorm
+from qlightning.callbacks.scales import ScaleGroups, weights_of
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
 from qlightning.fake_quantize import raise_nonfinite, set_fake_quant, set_observers
 from qlightning.graph import compile_graphs, is_prepared, uncompile_graphs, unprepare
+from qlightning.learned import settle_all
 from qlightning.qconfig import Mode, Pattern, QConfig
 
 Point = int | float | str | SchedulePoint | None
@@ -132,6 +134,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         self._beyond: list[str] = []
         self._switch = PhaseSwitch(())
         self._ranges: RangeSync | None = None
+        self._scales = ScaleGroups({})
 
     def state_dict(self) -> dict[str, Any]:
         points = {name: str(point) for name, point in self.schedule.points().items()}
@@ -168,16 +171,22 @@ class QuantizationAwareTraining(QuantizationCallback):
             renew_copies(trainer, pl_module)
             self._ranges = RangeSync(trainer, pl_module, self.prepared)
             self._switch = PhaseSwitch(self.prepared.values())
+            self._scales = ScaleGroups(self.prepared)
 
         if builds_nets_late(pl_module):
             after_configure_model(pl_module, prepare)
         else:
             prepare()
 
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Optimizers are restored from it later."""
+        self._scales.resume_from(checkpoint)
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """The strategy has wrapped the model."""
+        """The strategy has wrapped the model, and built the optimizers."""
         if self._ranges is not None:
             self._ranges.start()
+        self._scales.start(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Checks the schedule against the training, whose length is known now."""
@@ -208,6 +217,7 @@ class QuantizationAwareTraining(QuantizationCallback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the stage; after the first batch checks that the prepared nets are those that ran."""
         raise_nonfinite(self._switch.fake_quantizers)
+        settle_all(self._switch.fake_quantizers)
         if self._ranges is not None:
             self._ranges.after_batch()
         if not self._is_running:
@@ -334,7 +344,7 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def _warn_frozen(self) -> None:
         """Says which nets are quantized though nothing in them is trained: teachers, losses that are nets."""
-        trained = {name: any(p.requires_grad for p in m.parameters()) for name, m in self.prepared.items()}
+        trained = {name: any(p.requires_grad for p in weights_of(m)) for name, m in self.prepared.items()}
         frozen = [name for name, is_trained in trained.items() if not is_trained]
         if self.modules is None and frozen and any(trained.values()):
             rank_zero_warn(

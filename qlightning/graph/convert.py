@@ -27,6 +27,7 @@ from qlightning.graph.ranges import WIDE, wide
 from qlightning.graph.reads import Read
 from qlightning.graph.selection import left_out
 from qlightning.graph.signature import CallSpec
+from qlightning.learned import learned_fake_quantizers
 from qlightning.nn.qat import QATLayer, has_forward_hooks, swap_out
 from qlightning.nn.quantized import QuantizedLayer, has_int8_layers
 from qlightning.tensor import QuantizedTensor
@@ -100,6 +101,9 @@ def _convert(prepared: nn.Module, backend: str | Backend | None, keep_class: boo
             f"this CPU. Convert with backend='reference', or prepare the model here with backend={chosen.name!r}."
         )
     with torch.inference_mode(False), torch.no_grad():  # the first alone switches gradients on
+        for _, fq in learned_fake_quantizers(prepared):
+            if fq.observer_enabled:  # an optimizer step may lie behind the last forward
+                fq.settle()
         _check_observed(prepared)
         off = left_out(prepared, preparation.float_choice)
         converted = _convert_tree(prepared, chosen, off, keep_class)

@@ -17,6 +17,7 @@ from torch import nn
 from qlightning import observers
 from qlightning.errors import ConfigError
 from qlightning.graph.preparation import FloatChoice, Preparation, is_prepared
+from qlightning.lsq import LearnedScales
 from qlightning.qconfig import Mode, ObserverFactory, QConfig
 from qlightning.qscheme import QScheme
 from qlightning.version import __version__
@@ -102,6 +103,7 @@ def _qconfig_facts(qconfig: QConfig) -> Facts:
         "weight_observer": _observer_facts(qconfig.weight_observer),
         "overrides": {_spell(p): None if c is None else _qconfig_facts(c) for p, c in qconfig.overrides.items()},
         "exclude": sorted(_spell(pattern) for pattern in qconfig.exclude),
+        "learned": _learned_facts(qconfig.learned_scales),
     }
 
 
@@ -113,7 +115,13 @@ def _qconfig(facts: Facts) -> QConfig:
         weight_observer=_observer(facts["weight_observer"]),
         overrides={p: None if c is None else _qconfig(c) for p, c in facts["overrides"].items()},
         exclude=tuple(facts["exclude"]),
+        learned=LearnedScales(**facts["learned"]) if facts.get("learned") else None,
     )
+
+
+def _learned_facts(learned: LearnedScales | None) -> Facts | None:
+    """Which scales are learned; at what rate is the training's affair."""
+    return None if learned is None else {"activations": learned.activations, "weights": learned.weights}
 
 
 def _spell(pattern: str | type) -> str:
@@ -147,13 +155,16 @@ def _observer(facts: Facts) -> ObserverFactory:
 def _qconfig_differences(saved: Facts, own: Facts, place: str) -> Iterator[str]:
     for field in fields(QConfig):
         key = field.name
-        there, here = saved[key], own[key]
+        there: Any = saved.get(key)  # older state dicts know nothing of learned scales
+        here: Any = own.get(key)
         if there == here:
             continue
         if key in ("activation", "weight"):
             yield f"{place}{key} is {QScheme(**there)} there and {QScheme(**here)} here"
         elif key == "overrides":
             yield from _override_differences(there, here, place)
+        elif key == "learned":
+            yield f"{place}learned scales are {_which(there)} there and {_which(here)} here"
         elif key == "exclude":
             yield f"{place}exclude is {_listed(there)} there and {_listed(here)} here"
         else:
@@ -168,6 +179,10 @@ def _override_differences(saved: Facts, own: Facts, place: str) -> Iterator[str]
         elif there != here:
             words = ["none" if entry == "" else "float" if entry is None else "quantized" for entry in (there, here)]
             yield f"{place}the override for {pattern!r} is {words[0]} there and {words[1]} here"
+
+
+def _which(learned: Facts | None) -> str:
+    return ", ".join(name for name, is_learned in (learned or {}).items() if is_learned) or "none"
 
 
 def _listed(patterns: Iterable[str]) -> str:

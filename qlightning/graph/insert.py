@@ -22,6 +22,7 @@ from qlightning.graph.programs import Captured, Program
 from qlightning.graph.signature import CallSpec
 from qlightning.graph.signs import feeds_sums_alone, never_negative
 from qlightning.graph.tracing import trace
+from qlightning.learned import build_fake_quant
 from qlightning.nn.bias import BiasRounding
 from qlightning.nn.qat import QATLayer, build_weight_fake_quant, check_dtype
 from qlightning.qconfig import Mode, QConfig, Resolver
@@ -192,7 +193,8 @@ class GraphPreparer:
             qconfig = self._resolver.resolve(self.full(owner))[0] or self._resolver.resolve("")[0] or QConfig()
             if centred:
                 qconfig = replace(qconfig, activation=self._backend.centred(qconfig.activation))
-            fq = FakeQuantize(qconfig.activation, qconfig.build_activation_observer(self._mode), self.full(name))
+            observer = qconfig.build_activation_observer(self._mode)
+            fq = build_fake_quant(qconfig.activation, observer, self.full(name), qconfig.learned_scales)
             modules[key] = fq.to(module_device(module)).train(module.training)
         return key
 

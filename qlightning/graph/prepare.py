@@ -79,6 +79,11 @@ def prepare(
         qconfig = replace(qconfig or QConfig(), activation_observer=observer)
     chosen = resolve_backend(backend)
     settings = chosen.adapt((qconfig or QConfig()).excluding(exclude))
+    if mode == "ptq" and any(config.learned for config in settings.all()):
+        raise ConfigError(
+            "QConfig learned scales with mode='ptq': they are learned by training. Use mode='qat' (with the callbacks: "
+            "QuantizationAwareTraining), or learned=None."
+        )
     before = facts.of(model)
     if before is not None:
         other = facts.differences(before, facts.collect(settings, chosen.name, mode))

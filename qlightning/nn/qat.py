@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 from qlightning.errors import ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize
+from qlightning.learned import LearnedWeightFakeQuantize
 from qlightning.qconfig import QConfig
 from qlightning.qscheme import QScheme
 
@@ -162,7 +163,11 @@ def build_weight_fake_quant(
         qconfig: Its scheme and observer.
         transposed_groups: As for WeightFakeQuantize.
     """
-    fq = WeightFakeQuantize(qconfig.weight, qconfig.build_weight_observer(), name, transposed_groups)
+    scheme, observer, learned = qconfig.weight, qconfig.build_weight_observer(), qconfig.learned_scales
+    if learned is not None and learned.weights:
+        fq: WeightFakeQuantize = LearnedWeightFakeQuantize(scheme, observer, name, transposed_groups, learned)
+    else:
+        fq = WeightFakeQuantize(scheme, observer, name, transposed_groups)
     if qconfig.weight.axis is not None:
         # Others keep copies of these buffers (averages of the weights, DDP), which a change of shape would break.
         fq.allocate(fq.to_output_first(weight).shape[qconfig.weight.axis])

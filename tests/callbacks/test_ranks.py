@@ -1,6 +1,7 @@
 """Two ranks on the CPU: the same ranges, flags and int8 model on both, for one collective a step."""
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -63,6 +64,16 @@ def test_ranges_flags_and_int8_are_the_same_in_the_end(results, scenario):
     assert first["flags"] == second["flags"]
     assert torch.equal(first["int8"], second["int8"])
     assert first["attributes"] == second["attributes"] == set()
+
+
+def test_learned_scales_are_the_same_on_all_ranks(results):
+    first, second = (rank["learned"] for rank in results)
+    for ours, theirs in zip(first["grids"], second["grids"], strict=True):
+        assert_same(ours, theirs)
+    scales = [{n: g for n, g in grids.items() if n.endswith(".scale")} for grids in first["grids"]]
+    moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(scales)]
+    assert moved == [True, True, False]  # the fourth batch finds them frozen
+    assert torch.equal(first["int8"], second["int8"])
 
 
 def test_moving_averages_combine_by_their_mean(results):

@@ -136,6 +136,17 @@ def fit(tmp_path, observer, **settings):
     }
 
 
+def learn(tmp_path):
+    """Scales that are learned: observed in float first, then learned, then frozen."""
+    points = {"fake_quant_start": "1 steps", "freeze_observers": "3 steps", "freeze_bn": None}
+    callback = QuantizationAwareTraining(QConfig(learned=True), **points)
+    watch = Watch(Counting())
+    run = trainer(pl, tmp_path, [callback, watch], strategy="ddp", devices=2, max_epochs=1)
+    model = model_of(run.global_rank)
+    run.fit(model, loader(COUNT, BATCH))
+    return {"grids": watch.grids, "int8": model(samples(8, seed=2)[0])}
+
+
 def fit_own_forward(tmp_path):
     model, callback = Own(), QuantizationAwareTraining()
     trainer(pl, tmp_path, callback, strategy="ddp", devices=2, max_epochs=1).fit(model, loader(COUNT, BATCH))
@@ -160,6 +171,7 @@ def main(tmp_path):
         "minmax": fit(tmp_path, MinMaxObserver, freeze_observers=None, reestimate_bn=3),
         "histogram": fit(tmp_path, HistogramObserver, freeze_observers="3 steps"),
         "other": fit(tmp_path, TorchAO, freeze_observers=None),
+        "learned": learn(tmp_path),
         "own_forward": fit_own_forward(tmp_path),
         "ptq_minmax": calibrate(tmp_path, MinMaxObserver),
         "ptq_histogram": calibrate(tmp_path, HistogramObserver),
