@@ -22,10 +22,11 @@ from qlightning.tensor_file import load_tensors, save_tensors
 from qlightning.version import __version__
 
 if TYPE_CHECKING:
-    from qlightning.callbacks import PostTrainingQuantization, QuantizationAwareTraining
+    from qlightning.callbacks import Distillation, PostTrainingQuantization, QuantizationAwareTraining
 
 __all__ = [
     "Backend",
+    "Distillation",
     "LearnedScales",
     "PostTrainingQuantization",
     "QConfig",
@@ -67,7 +68,7 @@ register_module_module_registration_hook(_meet_checkpoints)
 
 def __getattr__(name: str) -> Any:
     # Lightning takes seconds to import, and the core does without it.
-    if name in ("PostTrainingQuantization", "QuantizationAwareTraining"):
+    if name in ("Distillation", "PostTrainingQuantization", "QuantizationAwareTraining"):
         from qlightning import callbacks
 
         return getattr(callbacks, name)

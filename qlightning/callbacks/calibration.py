@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from tqdm.auto import tqdm
 
@@ -57,7 +59,7 @@ def calibration_batches(trainer: Any, pl_module: nn.Module, calibration_data: An
         if overrides(datamodule, "train_dataloader"):
             return combined_loader(datamodule.train_dataloader())
     elif trainer.state.fn == "fit" and trainer.train_dataloader is not None:
-        return combined_loader(trainer.train_dataloader)
+        return combined_loader(tree_map(_apart, trainer.train_dataloader))
     elif overrides(pl_module, "train_dataloader"):
         try:
             return combined_loader(pl_module.train_dataloader())  # type: ignore[operator]
@@ -174,6 +176,14 @@ def _calibrating(modules: Iterable[nn.Module]) -> Iterator[None]:
         for module in modules:
             stack.enter_context(calibrating(module))
         yield
+
+
+def _apart(loader: Any) -> Any:
+    """A loader with iterators of its own: one with persistent workers has a single one, which the training is using."""
+    if isinstance(loader, DataLoader) and loader.persistent_workers:
+        loader = copy.copy(loader)
+        loader._iterator = None
+    return loader
 
 
 def _length(batches: Any, num_batches: int | None) -> int | None:

@@ -34,15 +34,20 @@ class PhaseSwitch:
         self._roots: list[nn.Module] = []
         self._sizes: list[int] = []
 
-    def apply(self, phase: Phase) -> None:
-        """Sets every switch to a phase; cheap where it is set already."""
+    def apply(self, phase: Phase, observes: bool) -> None:
+        """Sets every switch to a phase; cheap where it is set already.
+
+        Args:
+            phase: The phase.
+            observes: Whether observers follow the batches.
+        """
         self._search()
         for fq in self.fake_quantizers:
             # Training mode of its own: a net that its user keeps in eval mode has ranges too.
             if not fq.training:
                 fq.training = True
-            if fq.observer_enabled is phase.observers_frozen:
-                fq.observer_enabled = not phase.observers_frozen
+            if fq.observer_enabled is not observes:
+                fq.observer_enabled = observes
             if fq.fake_quant_enabled is not phase.fake_quant:
                 fq.fake_quant_enabled = phase.fake_quant
         if not phase.bn_frozen:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from qlightning.callbacks.schedule import Progress, Schedule, Unit
 from qlightning.errors import ConfigError
 
@@ -43,6 +45,25 @@ def lengths_of(trainer: Any) -> dict[Unit, float]:
     if steps < math.inf:
         lengths["step"] = steps
     return lengths
+
+
+def points_beyond(schedule: Schedule, trainer: Any) -> list[str]:
+    """The points of a schedule that a training will not come to, with a warning for each.
+
+    Raises:
+        ConfigError: It is the start of fake quantization, or ranges would freeze before that.
+    """
+    lengths = lengths_of(trainer)
+    schedule.check_order(lengths)
+    beyond = []
+    for name, point in schedule.points().items():
+        if point.value >= lengths.get(point.unit, math.inf) and point.value > 0:
+            message = f"{name} at {point} lies beyond the training, which ends at {point.unit} {lengths[point.unit]:g}."
+            if name == "fake_quant_start":
+                raise ConfigError(f"{message} Fake quantization would never start.")
+            beyond.append(name)
+            rank_zero_warn(f"{message} It will not happen.")
+    return beyond
 
 
 def _both(steps: float, epochs: float, batches: float, trainer: Any) -> tuple[float, float]:

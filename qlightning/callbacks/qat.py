@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from qlightning.backends import Backend
 from qlightning.callbacks.averaging import averaging_callbacks, check_averaging, regrid, renew_copies
 from qlightning.callbacks.best import check_monitored, load_best
-from qlightning.callbacks.calibration import calibration_batches
+from qlightning.callbacks.calibration import calibrate_with_steps, calibration_batches
 from qlightning.callbacks.callback import QuantizationCallback, has_run, unobserved_message
+from qlightning.callbacks.distillation import Distillation, Distiller
 from qlightning.callbacks.int8_validation import Int8Validation
 from qlightning.callbacks.loading import ensure
 from qlightning.callbacks.order import stand_behind
@@ -25,11 +26,11 @@ from qlightning.callbacks.preparation import (
     cancel_after_configure_model,
     prepared_targets,
 )
-from qlightning.callbacks.progress import check_finite, lengths_of, progress_of
+from qlightning.callbacks.progress import check_finite, points_beyond, progress_of
 from qlightning.callbacks.pruning import let_prune
 from qlightning.callbacks.ranks import RangeSync, check_strategy, is_spawned, sync_buffers
 from qlightning.callbacks.reestimation import reestimate_batchnorm
-from qlightning.callbacks.scales import ScaleGroups, weights_of
+from qlightning.callbacks.scales import ScaleGroups, warn_frozen
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
 from qlightning.fake_quantize import raise_nonfinite, set_fake_quant, set_observers
@@ -75,6 +76,12 @@ class QuantizationAwareTraining(QuantizationCallback):
         compile: Runs the graphs of the nets by ``torch.compile``, from the second training batch to the end of fit.
             They compile anew at each of the three points above, once. NaN and infinity are then found at the end of a
             step, after the optimizer.
+        calibrate: Right before fake quantization starts, takes the ranges from so many training batches, in eval mode,
+            as post-training quantization does; 0: from the batches that are trained on. Until then nothing is
+            observed, so that a float phase costs what float training does. Nets that have ranges keep these.
+        distillation: A second loss, on the difference from what a teacher answers: ``"float"`` (the nets themselves, as
+            they stand when the training begins), a module, or a :class:`Distillation`. It is added to what
+            ``training_step`` returns, and logged as ``qat/distillation``.
         save: Files to write the int8 net to at fit end: ``"net.pt2"``, ``["net.pt2", "net.onnx"]``, below the Trainer's
             ``default_root_dir``; with the metrics of the fit inside. MLFlowLogger and WandbLogger get them, too;
             TensorBoardLogger gets the report and figures of the weights' codes, with and without files.
@@ -106,6 +113,8 @@ class QuantizationAwareTraining(QuantizationCallback):
         reestimate_bn: int = 0,
         compile: bool = False,  # noqa: A002  torch's name
         save: str | Path | Iterable[str | Path] = (),
+        calibrate: int = 0,
+        distillation: Distillation | nn.Module | str | None = None,
     ) -> None:
         super().__init__(qconfig, backend, modules, exclude, save)
         if self.save and not convert:
@@ -116,6 +125,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             raise ConfigError(f"validate_int8={validate_int8!r}: True, False or a number of epochs is possible.")
         if not isinstance(reestimate_bn, int) or isinstance(reestimate_bn, bool) or reestimate_bn < 0:
             raise ConfigError(f"reestimate_bn={reestimate_bn!r}: a number of training batches is possible; 0: none.")
+        if not isinstance(calibrate, int) or isinstance(calibrate, bool) or calibrate < 0:
+            raise ConfigError(f"calibrate={calibrate!r}: a number of training batches is possible; 0: none.")
         if not isinstance(compile, bool):
             raise ConfigError(f"compile={compile!r}: True or False is possible.")
         self.schedule = Schedule(
@@ -127,6 +138,11 @@ class QuantizationAwareTraining(QuantizationCallback):
         self.validate_int8 = validate_int8
         self.reestimate_bn = reestimate_bn
         self.compile = compile
+        self.calibrate = calibrate
+        self.distillation = Distillation.of(distillation)
+        self._distiller = Distiller(self.distillation) if self.distillation else None
+        if self._distiller:
+            self._distiller.check_start(self.schedule)
         self._int8_validation = Int8Validation()
         self._phase: Phase | None = None
         self._is_running = False
@@ -138,7 +154,13 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def state_dict(self) -> dict[str, Any]:
         points = {name: str(point) for name, point in self.schedule.points().items()}
-        return {**super().state_dict(), "schedule": points, "position": str(self._phase) if self._phase else ""}
+        state = {**super().state_dict(), "schedule": points, "position": str(self._phase) if self._phase else ""}
+        return {**state, "teacher": self._distiller.digest} if self._distiller else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes from a checkpoint which teacher its training has had."""
+        if self._distiller:
+            self._distiller.expect(state_dict.get("teacher", ""))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepares the nets before Lightning restores a checkpoint, wraps the model and builds the optimizers."""
@@ -167,11 +189,13 @@ class QuantizationAwareTraining(QuantizationCallback):
 
         def prepare() -> None:
             self._prepare(pl_module)
-            self._warn_frozen()
+            warn_frozen(self.prepared, self.modules)
             renew_copies(trainer, pl_module)
             self._ranges = RangeSync(trainer, pl_module, self.prepared)
             self._switch = PhaseSwitch(self.prepared.values())
             self._scales = ScaleGroups(self.prepared)
+            if self._distiller:
+                self._distiller.find(pl_module, self.prepared, keep=self._has_run())
 
         if builds_nets_late(pl_module):
             after_configure_model(pl_module, prepare)
@@ -187,32 +211,30 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self._ranges is not None:
             self._ranges.start()
         self._scales.start(trainer)
+        if self._distiller and trainer.ckpt_path and not self._has_run():  # weights of a float checkpoint
+            self._distiller.find(pl_module, self.prepared, keep=False)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Checks the schedule against the training, whose length is known now."""
         self._is_set_up = False  # a training now
-        lengths = lengths_of(trainer)
-        self._beyond = []
-        self.schedule.check_order(lengths)
-        for name, point in self.schedule.points().items():
-            if point.value >= lengths.get(point.unit, torch.inf) and point.value > 0:
-                message = (
-                    f"{name} at {point} lies beyond the training, which ends at {point.unit} {lengths[point.unit]:g}."
-                )
-                if name == "fake_quant_start":
-                    raise ConfigError(f"{message} Fake quantization would never start.")
-                self._beyond.append(name)
-                rank_zero_warn(f"{message} It will not happen.")
-        if not self._has_run() and self.schedule.at(progress_of(trainer)).observers_frozen:
+        self._beyond = points_beyond(self.schedule, trainer)
+        phase = self.schedule.at(progress_of(trainer))
+        if phase.observers_frozen and not self._has_run() and not self.calibrate:
             raise CalibrationError(
                 f"freeze_observers at {self.schedule.freeze_observers} freezes ranges that no batch has ever reached. "
                 "Freeze later, or start from a checkpoint with ranges. Where this goes on with a float training by "
                 "ckpt_path, points count from that one's start: rather load its weights, and fit without ckpt_path."
             )
+        if self._distiller:
+            self._distiller.start(trainer, pl_module, self.prepared)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Applies the schedule; before every batch, because Lightning and users switch modes in between."""
-        self._apply(self.schedule.at(progress_of(trainer)), trainer)
+        phase = self.schedule.at(progress_of(trainer))
+        if self.calibrate and phase.fake_quant and not self._has_run():
+            batches = calibration_batches(trainer, pl_module, None)
+            calibrate_with_steps(trainer, pl_module, self.prepared, batches, self.calibrate)
+        self._apply(phase, trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the stage; after the first batch checks that the prepared nets are those that ran."""
@@ -221,7 +243,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self._ranges is not None:
             self._ranges.after_batch()
         if not self._is_running:
-            if not self._has_run():
+            if not (self._has_run() or self._awaits_calibration()):
                 raise CalibrationError(unobserved_message(pl_module, self.prepared))
             self._is_running = True
             if self.compile:  # now that every flag and shape has settled
@@ -275,6 +297,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         uncompile_graphs(self.prepared.values())
         self._is_set_up = False
         self._int8_validation.stop()
+        self._stop_distilling(pl_module)
         if self._ranges is not None:
             self._ranges.release()
         if trainer.state.fn != "fit":
@@ -300,6 +323,7 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ranks that ended apart come together, while they still can."""
+        self._stop_distilling(pl_module)
         if self._ranges is not None:
             self._ranges.follow(False)
 
@@ -342,16 +366,6 @@ class QuantizationAwareTraining(QuantizationCallback):
             let_prune(trainer)
             self._save(trainer, source)
 
-    def _warn_frozen(self) -> None:
-        """Says which nets are quantized though nothing in them is trained: teachers, losses that are nets."""
-        trained = {name: any(p.requires_grad for p in weights_of(m)) for name, m in self.prepared.items()}
-        frozen = [name for name, is_trained in trained.items() if not is_trained]
-        if self.modules is None and frozen and any(trained.values()):
-            rank_zero_warn(
-                f"{', '.join(frozen)} has no parameter that is trained, and is quantized like the rest. If it is a "
-                f"teacher or the like, leave it out: modules={[name for name in trained if name not in frozen]!r}."
-            )
-
     def _drop_idle(self) -> None:
         """Makes the nets float again that no training batch went through, such as a copy that only validation calls."""
         idle = [name for name, module in self.prepared.items() if not has_run(module)]
@@ -363,12 +377,20 @@ class QuantizationAwareTraining(QuantizationCallback):
             )
             self.report = self._report(self.prepared)
 
+    def _awaits_calibration(self) -> bool:
+        return bool(self.calibrate and self._phase is not None and not self._phase.fake_quant)
+
+    def _stop_distilling(self, pl_module: Any) -> None:
+        if self._distiller:
+            self._distiller.stop(pl_module)
+
     def _apply(self, phase: Phase, trainer: Any) -> None:
-        self._switch.apply(phase)
+        observes = not phase.observers_frozen and (phase.fake_quant or not self.calibrate)
+        self._switch.apply(phase, observes)
         if phase.bn_frozen and averaging_callbacks(trainer):
             self._switch.statistics.put_back()
         if self._ranges is not None:
-            self._ranges.follow(not phase.observers_frozen)
+            self._ranges.follow(observes)
         if phase != self._phase and (self._phase is not None or phase.stage != 1):
             rank_zero_info(f"Quantization, epoch {trainer.current_epoch}, step {trainer.global_step}: {phase}.")
         self._phase = phase

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from qlightning.callbacks.base import is_a
@@ -22,6 +23,22 @@ def weights_of(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a prepared module that the float one has, too."""
     scales = {id(p) for _, fq in learned_fake_quantizers(module) for p in fq.parameters(recurse=False)}
     return [p for p in module.parameters() if id(p) not in scales]
+
+
+def warn_frozen(prepared: Mapping[str, nn.Module], modules: Iterable[str] | None) -> None:
+    """Says which nets are quantized though nothing in them is trained: teachers, losses that are nets.
+
+    Args:
+        prepared: The prepared modules, by target name.
+        modules: The names that the user has given, who then knows; None: none.
+    """
+    trained = {name: any(p.requires_grad for p in weights_of(m)) for name, m in prepared.items()}
+    frozen = [name for name, is_trained in trained.items() if not is_trained]
+    if modules is None and frozen and any(trained.values()):
+        rank_zero_warn(
+            f"{', '.join(frozen)} has no parameter that is trained, and is quantized like the rest. If it is a teacher "
+            f"or the like, leave it out: modules={[name for name in trained if name not in frozen]!r}."
+        )
 
 
 class ScaleGroups:
