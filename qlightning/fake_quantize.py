@@ -74,14 +74,27 @@ class FakeQuantize(nn.Module):
         if self.calibrating:
             self._observe(x)
             return x
-        inside = self._follow(x) if self.training and self.observer_enabled and not _recomputes() else False
+        inside = self.follow(x) if self.follows() else False
         if not (self.fake_quant_enabled and self.observed):
             return x
         return fake_quantize(x, self.scale, self.zero_point, self.scheme, inside)
 
-    def _follow(self, x: Tensor) -> bool:
+    def follows(self) -> bool:
+        """Whether it is its observer's turn to see what passes, and the grid's to follow."""
+        return self.training and self.observer_enabled and not _recomputes()
+
+    def follow(self, x: Tensor) -> bool:
         """Observes a tensor and takes the grid from it; returns whether all of the tensor surely lies on the grid."""
         self._observe(x)
+        return self._refreshed()
+
+    def follow_extremes(self, x: Tensor, low: Tensor, high: Tensor) -> bool:
+        """Follows a tensor of the shape and dtype of ``x``, with finite extremes, whose observer needs no more."""
+        self._seen_ndims.add(x.dim())
+        self.observer.observe_extremes(x, low, high)  # type: ignore[operator]
+        return self._refreshed()
+
+    def _refreshed(self) -> bool:
         self.refresh()
         if torch.compiler.is_compiling():  # what a graph reads is guarded, and compiles anew when it changes
             return False
@@ -259,17 +272,17 @@ class WeightFakeQuantize(FakeQuantize):
         super()._observe(x)
 
     @torch.no_grad()
-    def _follow(self, x: Tensor) -> bool:
+    def follow(self, x: Tensor) -> bool:
         observer, scheme = self.observer, self.scheme
         if not (type(observer) is MinMaxObserver and observer.nonfinite == "raise" and scheme.symmetric):
-            return super()._follow(x)
+            return super().follow(x)
         if scheme.axis != 0 or not x.is_cpu or x.dim() < 2 or torch.compiler.is_compiling():
-            return super()._follow(x)
+            return super().follow(x)
         # The same in the fewest calls: these cost more than the passes do in all but large layers.
         low, high = extremes_of(x, 0)
         scale = symmetric_scale(low, high, scheme)
         if not math.isfinite(scale.max().item()) or scale.shape != self.scale.shape:
-            return super()._follow(x)
+            return super().follow(x)
         observer.saw(x, low, high)
         self._seen_ndims.add(x.dim())
         self.scale.copy_(scale)

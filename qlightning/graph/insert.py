@@ -17,6 +17,7 @@ from qlightning.calls import LAYER_FUNCTIONS, argument
 from qlightning.fake_quantize import FakeQuantize, set_observers
 from qlightning.graph.bind import GRAPH_MODULES
 from qlightning.graph.capture import module_device
+from qlightning.graph.joined import mark_joinable
 from qlightning.graph.patterns import Block, Plan, plan, source_of
 from qlightning.graph.programs import Captured, Program
 from qlightning.graph.signature import CallSpec
@@ -115,6 +116,8 @@ class GraphPreparer:
                 inserted = graph.call_module(f"{GRAPH_MODULES}.{fq}", (node,))
             node.replace_all_uses_with(inserted, delete_user_cb=lambda user, own=inserted: user is not own)  # type: ignore[misc]
             grids[node] = fq
+            if training and block is not None:
+                mark_joinable(inserted, block, ops)
         if not training:
             for block in found.blocks.values():
                 self._round_bias(graph, block, grids, module, ops)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from qlightning.backends import kernels
 from qlightning.errors import CaptureError, QuantizationError
 from qlightning.graph.failure import TraceError
+from qlightning.graph.joined import with_joined_activations
 from qlightning.graph.reads import Read, matcher
 from qlightning.graph.signature import LEAF, CallSpec, describe_call, signature_of
 
@@ -43,6 +44,7 @@ class Program:
         self.qdq = qdq
         self.example: Example | None = None
         self.fits = matcher(reads)
+        graph = with_joined_activations(graph)
         code = graph.python_code("self")
         source = _with_short_paths(code.src, graph)
         namespace = dict(code.globals)
