@@ -9,6 +9,7 @@ from pathlib import Path
 import safetensors.torch
 from omegaconf import DictConfig
 from rich.console import Console
+from torch import nn
 
 from qlightning import report, save
 from qlightning.callbacks import QuantizationAwareTraining
@@ -42,9 +43,7 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
     stages = Stages(config, folder)
     net = build(config, "model")
     quantization.check(stages.task(net))
-    if config.model.weights is None or config.float_training.finetune:
-        stages.fit(net, "float_training")
-        safetensors.torch.save_model(net, str(folder / "float.safetensors"))
+    train_float(net, config, stages, folder)
     float_net = copy.deepcopy(net)
     float_accuracy = stages.test(stages.task(float_net))
 
@@ -87,3 +86,10 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
     console.print(metrics.table(result))
     console.print(f"{path}, after {result['seconds']:.0f} s", soft_wrap=True)
     return result
+
+
+def train_float(net: nn.Module, config: DictConfig, stages: Stages, folder: Path) -> None:
+    """Trains a net in float, in place, where it has no weights yet, and leaves them in ``float.safetensors``."""
+    if config.model.weights is None or config.float_training.finetune:
+        stages.fit(net, "float_training")
+        safetensors.torch.save_model(net, str(folder / "float.safetensors"))

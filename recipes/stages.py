@@ -67,9 +67,17 @@ class Stages:
 
     def test(self, task: ClassificationTask, callbacks: list[pl.Callback] | None = None) -> float:
         """Returns the fraction of test images that a task gets right on the CPU, as int8 kernels run there."""
+        return self._evaluate("test", task, callbacks)
+
+    def validate(self, task: ClassificationTask, callbacks: list[pl.Callback] | None = None) -> float:
+        """Returns the fraction of validation images that a task gets right on the CPU."""
+        return self._evaluate("val", task, callbacks)
+
+    def _evaluate(self, split: str, task: ClassificationTask, callbacks: list[pl.Callback] | None) -> float:
         alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"}  # ranks would fill up their shares with repetitions
         trainer = self._trainer(callbacks, accelerator="cpu", precision="32-true", **alone)
-        accuracy = trainer.test(task, datamodule=self.data, verbose=False)[0]["test/accuracy"]
+        evaluate = trainer.test if split == "test" else trainer.validate
+        accuracy = evaluate(task, datamodule=self.data, verbose=False)[0][f"{split}/accuracy"]
         return round(accuracy, 6)  # a float32 of whole images over whole images
 
     def _trainer(self, callbacks: list[pl.Callback] | None = None, **settings: object) -> pl.Trainer:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+import torchvision
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.utils import get_method, instantiate
@@ -26,9 +27,10 @@ from qlightning.observers import (
     PercentileObserver,
 )
 from recipes.build import build, build_callbacks, build_quantization
-from recipes.data import ClassificationData
+from recipes.data import ClassificationData, ImageNet
 from recipes.float_training import train
 from recipes.pipeline import run
+from recipes.stages import _rates
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml"))]
@@ -155,9 +157,9 @@ def test_every_chain_of_steps_reaches_the_callback(option):
 @pytest.mark.parametrize("option", options("recipe"))
 def test_every_recipe_does_what_its_name_says_and_has_its_page(option):
     config = composed(f"+recipe={option}")
-    net, kind = option.split("_")
-    assert net in config.model._target_
-    assert f"+recipe={option}" in (CONF.parent / "recipes" / f"{option}.md").read_text(encoding="utf-8")
+    net, kind, *data = option.split("_")
+    assert net in (config.model.name if data else config.model._target_)
+    assert f"+recipe={option}" in (CONF.parent / "recipes" / f"{net}_{kind}.md").read_text(encoding="utf-8")
     assert get_method(config.job) is {"qat": run, "ptq": run, "float": train}[kind]
     if kind == "float":
         assert [type(callback) for callback in build_callbacks(config)] == [ModelCheckpoint]
@@ -167,6 +169,52 @@ def test_every_recipe_does_what_its_name_says_and_has_its_page(option):
     observer = {"qat": MovingAverageObserver, "ptq": HistogramObserver}[kind]
     assert callback.qconfig.activation_observer.func is observer
     assert config.qat_training.optimizer.lr <= config.float_training.optimizer.lr / 10
+
+
+@pytest.mark.parametrize("option", [option for option in options("recipe") if option.endswith("_imagenet")])
+def test_every_recipe_for_imagenet_starts_from_the_weights_of_torchvision(option, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+    config = composed(f"+recipe={option}", f"data.path={tmp_path}")
+    assert isinstance(build(config, "data"), ImageNet)
+    assert config.model.weights in torchvision.models.get_model_weights(config.model.name).__members__
+    optimizer, schedule = _rates(config, "qat_training")
+    rates = optimizer([torch.nn.Parameter(torch.zeros(1))])
+    scheduler = schedule(rates, 10)
+    assert scheduler.get_last_lr() == [config.qat_training.optimizer.lr]
+    assert config.data.batch_size * config.callbacks.quantization.get("calibration_batches", 32) >= 1024
+
+
+def test_the_search_composes_as_a_run_does_and_tries_its_defaults_first():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("search", ["+recipe=resnet_ptq"])
+        space = {key: values for key, values in config.search.space.items() if key != "exclude"}
+        assert (
+            compose("search", ["+recipe=resnet_ptq", *(f"{key}={values[0]}" for key, values in space.items())])
+            == config
+        )
+    assert {key: config[key] for key in config if key != "search"} == composed("+recipe=resnet_ptq")
+    for key, values in space.items():
+        assert {(key.partition("@")[0], value) for value in values} <= set(OPTIONS)
+
+
+LAUNCHERS = {"local": "joblib", "slurm": "submitit_slurm", "ray_cluster": "ray"}
+
+
+@pytest.mark.parametrize("option", sorted(path.stem for path in (CONF / "hydra" / "launcher").glob("*.yaml")))
+def test_every_launcher_composes_over_that_of_its_plugin(option):
+    def launcher(name):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose("train", [f"hydra/launcher={name}"], return_hydra_config=True).hydra.launcher
+
+    try:
+        plain = launcher(LAUNCHERS[option])
+    except MissingConfigException:
+        pytest.skip(f"the plugin with hydra/launcher={LAUNCHERS[option]} is not installed")
+    ours = launcher(option)
+    assert ours._target_ == plain._target_
+    assert ours.keys() == plain.keys()
+    assert ours != plain
 
 
 def test_what_the_command_line_says_beats_the_recipe():

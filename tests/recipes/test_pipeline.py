@@ -16,7 +16,9 @@ from recipes.sweep import Run, collect, comparison
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ("trainer=fast", "float_training.epochs=1", "qat_training.epochs=1", "data.size=8", "backend=reference")
-RECIPES = sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*_[pq]*.yaml"))  # those that quantize
+RECIPES = sorted(
+    path.stem for path in (ROOT / "conf" / "recipe").glob("*_[pq][ta][qt].yaml")
+)  # those that quantize, here
 
 
 def small(name):
@@ -162,6 +164,14 @@ def test_processes_that_train_start_no_sweep_of_their_own(finished, compose_run,
         assert one.metrics["int8_layers"] == 8
         assert (tmp_path / str(number) / "net.safetensors").exists()
     assert shown.count("after") == 2  # each run says once how long it took
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_side_by_side_and_ends_in_the_same_table(finished, compose_run, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
+    weights = f"model.weights={finished('resnet_qat', compose_run) / 'float.safetensors'}"
+    of_sweep(tmp_path, *small("resnet_ptq"), weights, "hydra/launcher=local", "data.calibration_seed=0,1")
+    assert [run.overrides["data.calibration_seed"] for run in collect(tmp_path)] == ["0", "1"]
 
 
 def test_the_table_of_a_sweep_shows_what_differs_and_nothing_else():
