@@ -30,6 +30,10 @@ class NonFiniteError(CalibrationError, ValueError):
     """NaN or infinity where a range was to be observed."""
 
 
+class AccuracyError(QuantizationError, ValueError):
+    """A goal of accuracy that no choice of int8 layers meets."""
+
+
 class ArtifactError(QuantizationError, ValueError):
     """A file that is damaged, of another kind or version, or for another machine."""
 

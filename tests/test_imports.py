@@ -28,7 +28,8 @@ LAYERS = (
     ("backends",),
     ("graph", "functional"),
     ("steps",),
-    ("quantization", "export", "analysis"),
+    ("export", "analysis"),
+    ("quantization",),
     ("callbacks", "cli"),
     ("__main__",),
 )
