@@ -63,7 +63,7 @@ class Choice:
 
     Attributes:
         goal: What was asked for.
-        float_value: The metric in float.
+        float_value: The metric in float: of the same weights, or of those before a training where these were better.
         int8_value: The metric with all layers in int8.
         value: The metric of what was chosen, in true int8.
         reasons: Why a layer is left in float, by its name.
@@ -89,7 +89,13 @@ class Choice:
         return f"max_drop={self.goal.max_drop:g}: {met}, with {kept}."
 
 
-def choose(goal: Goal, ranking: Sequence[LayerSensitivity], simulated: Evaluate, true: Evaluate) -> Choice:
+def choose(
+    goal: Goal,
+    ranking: Sequence[LayerSensitivity],
+    simulated: Evaluate,
+    true: Evaluate,
+    before: float | None = None,
+) -> Choice:
     """Finds the layers to leave in float.
 
     They are tried from the one that alone leaves the most noise on: bisection finds how many of the first it takes,
@@ -102,10 +108,11 @@ def choose(goal: Goal, ranking: Sequence[LayerSensitivity], simulated: Evaluate,
         ranking: The layers, the most sensitive one first.
         simulated: The metric with layers of these names in int8, fake-quantized.
         true: Likewise, of the converted model.
+        before: The metric in float before a training, which counts where it was better; None where there was none.
 
     Raises:
         ConfigError: ``max_drop`` is not in the units of the metric.
-        AccuracyError: No layer can be in int8.
+        AccuracyError: No layer can be in int8, or even in float the training has lost too much.
     """
     names = [layer.name for layer in ranking]
     count = 0
@@ -115,11 +122,15 @@ def choose(goal: Goal, ranking: Sequence[LayerSensitivity], simulated: Evaluate,
         count += 1
         return evaluate([name for name in names if name not in kept])
 
-    reference = value_of(simulated, names)
+    now = reference = value_of(simulated, names)
+    if before is not None and goal.drop(before, now) > 0:
+        reference = before
     goal.check_units(reference)
     all_int8 = value = value_of(true, ())
     kept: list[str] = []
     if not goal.is_met(reference, value):
+        if not goal.is_met(reference, now):
+            raise _lost(goal, reference, now, all_int8, names)
 
         def suffices(kept: Collection[str]) -> bool:
             return len(kept) == len(names) or goal.is_met(reference, value_of(simulated, kept))
@@ -168,6 +179,15 @@ def _unattainable(goal: Goal, reference: float, all_int8: float, name: str, leas
         f"max_drop={goal.max_drop:g} cannot be met with any layer in int8: {goal.metric} is {reference:.6g} in float, "
         f"{all_int8:.6g} in int8, and {least:.6g} with {name} alone in int8, the least sensitive layer. Allow more, "
         "use more bits, calibrate on other data, or train with QuantizationAwareTraining."
+    )
+
+
+def _lost(goal: Goal, before: float, now: float, all_int8: float, names: Sequence[str]) -> AccuracyError:
+    return AccuracyError(
+        f"max_drop={goal.max_drop:g} cannot be met: {goal.metric} was {before:.6g} in float before the training, and "
+        f"is {all_int8:.6g} in int8 after it. No choice of layers brings that back, as these weights have {now:.6g} in "
+        "float: they were trained to be rounded. Train at another rate or for longer, or leave the most sensitive "
+        f"layers out of it from the start: exclude={list(names[:3])!r}. The nets are left as they were trained."
     )
 
 

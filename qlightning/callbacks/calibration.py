@@ -196,7 +196,7 @@ def _length(batches: Any, num_batches: int | None) -> int | None:
 
 def _step_of(trainer: Any, pl_module: nn.Module, prepared: dict[str, nn.Module]) -> CalibrationFn:
     """How to pass a batch: by a step of the LightningModule, else by its forward."""
-    stand_in = _without_side_effects(trainer, pl_module, prepared)
+    stand_in = without_side_effects(trainer, pl_module, prepared)
     for name in _STEPS[str(trainer.state.fn.value)]:
         step = getattr(stand_in, name)
         is_manual = name == "training_step" and not pl_module.automatic_optimization
@@ -217,10 +217,16 @@ def _step_of(trainer: Any, pl_module: nn.Module, prepared: dict[str, nn.Module])
     )
 
 
-def _without_side_effects(trainer: Any, pl_module: nn.Module, prepared: dict[str, nn.Module]) -> Any:
+def without_side_effects(
+    trainer: Any,
+    pl_module: nn.Module,
+    prepared: dict[str, nn.Module],
+    log: Callable[..., None] = lambda *args, **kwargs: None,
+) -> Any:
     """A stand-in for a LightningModule that shares its nets, and keeps what a step changes besides to itself.
 
-    Metrics, lists, dicts, sets and plain attributes are its own; it logs nothing and has no loggers.
+    Metrics, lists, dicts, sets and plain attributes are its own; it has no loggers, and what it logs goes to ``log``,
+    with the arguments of ``self.log``.
     """
     stand_in: Any = copy.copy(pl_module)
     for name, value in list(stand_in.__dict__.items()):
@@ -231,11 +237,17 @@ def _without_side_effects(trainer: Any, pl_module: nn.Module, prepared: dict[str
         below = list(child.modules()) if child is not None else []
         if any(isinstance(m, Metric) for m in below) and not any(id(m) in targets for m in below):
             stand_in._modules[name] = copy.deepcopy(child)
+            for metric in (m for m in stand_in._modules[name].modules() if isinstance(m, Metric)):
+                metric.reset()
     stand_in._trainer = trainer
 
-    def log_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-        """A calibration batch counts in no metric."""
+    def log_one(self: Any, *args: Any, **kwargs: Any) -> None:
+        log(*args, **kwargs)
 
-    silent: dict[str, Any] = {"log": log_nothing, "log_dict": log_nothing, "logger": None, "loggers": []}
+    def log_all(self: Any, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in dictionary.items():
+            log(name, value, *args, **kwargs)
+
+    silent: dict[str, Any] = {"log": log_one, "log_dict": log_all, "logger": None, "loggers": []}
     stand_in.__class__ = type(type(pl_module).__name__, (type(pl_module),), silent)
     return stand_in

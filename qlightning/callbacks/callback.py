@@ -15,6 +15,7 @@ from qlightning.backends import Backend, resolve_backend
 from qlightning.callbacks.artifacts import checked_paths, write
 from qlightning.callbacks.base import QuantizingCallback
 from qlightning.callbacks.loggers import Outcome, log_outcome
+from qlightning.callbacks.max_drop import Decision, MaxDrop, decide
 from qlightning.callbacks.placement import int8_modules, place_int8
 from qlightning.callbacks.preparation import (
     Preparation,
@@ -27,8 +28,9 @@ from qlightning.callbacks.ranks import show_forward
 from qlightning.callbacks.targets import find_targets, localize
 from qlightning.errors import BackendError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
-from qlightning.graph.preparation import ask_to_convert
+from qlightning.graph.preparation import FloatChoice, ask_to_convert
 from qlightning.graph.report import Report, report
+from qlightning.graph.selection import leave_in_float
 from qlightning.qconfig import Mode, Pattern, QConfig
 from qlightning.version import __version__
 
@@ -43,6 +45,7 @@ class QuantizationCallback(QuantizingCallback):
         int8_modules: The int8 modules by the same names, once there are any.
         saved: The files that the last fit has left.
         report: What runs in int8, what in float and why; None until something was prepared.
+        decision: With ``max_drop``, what was left in float for it, and the sensitivity of the layers; else None.
     """
 
     mode: Mode
@@ -54,8 +57,11 @@ class QuantizationCallback(QuantizingCallback):
         modules: Iterable[str] | None,
         exclude: Iterable[Pattern],
         save: str | Path | Iterable[str | Path] = (),
+        max_drop: float | MaxDrop | None = None,
     ) -> None:
         super().__init__()
+        self.max_drop = MaxDrop.parse(max_drop)
+        self.decision: Decision | None = None
         self.save = checked_paths(save)
         self.saved: list[Path] = []
         if qconfig is not None and not isinstance(qconfig, QConfig):
@@ -173,6 +179,30 @@ class QuantizationCallback(QuantizingCallback):
         for module in (m for net in self.prepared.values() for m in net.modules()):
             module.training = self._modes.get(module, built or module.training)
         self._modes = {}
+
+    def _decide(self, trainer: Any, pl_module: nn.Module, before: float | None = None) -> None:
+        """Leaves in float what ``max_drop`` needs; without it nothing that another fit has chosen."""
+        for module in self.prepared.values():
+            leave_in_float(module, FloatChoice())
+        self.decision = None
+        if self.max_drop is not None:
+            self.decision = decide(trainer, pl_module, self.prepared, self.backend, self.max_drop, before)
+            rank_zero_info(self.decision.choice.note)
+
+    def _recall_decision(self) -> None:
+        """Lets what the last fit has chosen count for checkpoints from before it has."""
+        unknown = [
+            name for name, m in self.prepared.items() if m.__dict__["_preparation"].float_choice == FloatChoice()
+        ]
+        parts = {} if self.decision is None else self.decision.parts
+        for name in unknown:
+            if name in parts:
+                leave_in_float(self.prepared[name], parts[name])
+        if self.max_drop is not None and unknown and not parts and len(unknown) == len(self.prepared):
+            rank_zero_warn(
+                "max_drop is decided at the end of a fit, and this checkpoint was saved before: all of its layers that "
+                "can be are in int8. trainer.save_checkpoint() after fit saves what was decided."
+            )
 
     def _convert(self, pl_module: nn.Module) -> None:
         show_forward(pl_module)

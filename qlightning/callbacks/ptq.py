@@ -15,6 +15,7 @@ from torch import nn
 from qlightning.backends import Backend
 from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps, calibration_batches, run_batches
 from qlightning.callbacks.callback import QuantizationCallback, has_run, unobserved_message
+from qlightning.callbacks.max_drop import MaxDrop
 from qlightning.callbacks.placement import int8_modules, prepared_in_place, restore_prepared
 from qlightning.callbacks.preparation import builds_nets_late, prepared_targets
 from qlightning.callbacks.pruning import let_prune
@@ -53,6 +54,11 @@ class PostTrainingQuantization(QuantizationCallback):
         save: Files to write the int8 net to once it is calibrated: ``"net.pt2"``, ``["net.pt2", "net.onnx"]``, below
             the Trainer's ``default_root_dir``; with the metrics of a fit inside. Loggers get them as from
             :class:`QuantizationAwareTraining`.
+        max_drop: How much worse than in float the int8 nets may be, in units of a metric that ``validation_step`` logs:
+            0.5 of an accuracy in percent, 0.005 of a fraction. After the calibration the fewest
+            layers are kept in float that keep to it, measured on the validation data and checked in int8; the report
+            says which and why. The metric is what ModelCheckpoint or EarlyStopping monitors, or
+            ``MaxDrop(0.5, monitor="val_acc", mode="max")``. None: all in int8.
 
     Attributes:
         int8_model: The int8 net; a dict by name where there are several, None before the calibration.
@@ -79,8 +85,9 @@ class PostTrainingQuantization(QuantizationCallback):
         calibration_fn: CalibrationFn | None = None,
         steps: Iterable[Step] = (),
         save: str | Path | Iterable[str | Path] = (),
+        max_drop: float | MaxDrop | None = None,
     ) -> None:
-        super().__init__(qconfig, backend, modules, exclude, save)
+        super().__init__(qconfig, backend, modules, exclude, save, max_drop)
         is_count = isinstance(calibration_batches, int) and not isinstance(calibration_batches, bool)
         if calibration_batches is not None and not (is_count and calibration_batches > 0):
             raise ConfigError(
@@ -104,6 +111,8 @@ class PostTrainingQuantization(QuantizationCallback):
                 "Quantize with Trainer(devices=1), or without steps."
             )
         if stage == "fit":
+            if self.max_drop is not None:
+                self.max_drop.goal(trainer)
             for module in restore_prepared(pl_module, self.modules).values():
                 unprepare(module)
             self.int8_modules = {}
@@ -149,6 +158,7 @@ class PostTrainingQuantization(QuantizationCallback):
                 with prepared_in_place(pl_module):
                     self._adopt(pl_module)
                 restore_prepared(pl_module, self.modules)
+                self._recall_decision()
                 self._recall_modes(pl_module)
                 self._convert(pl_module)
                 self._save(trainer)
@@ -184,6 +194,7 @@ class PostTrainingQuantization(QuantizationCallback):
             if not self._has_run():
                 raise CalibrationError(unobserved_message(pl_module, self.prepared))
             apply_steps(self.steps, subject, before_calibration=False)
+            self._decide(trainer, pl_module)
             if trainer.state.fn == "fit" and is_spawned(trainer):
                 self._hand_back()
                 return

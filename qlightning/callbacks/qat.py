@@ -17,6 +17,7 @@ from qlightning.callbacks.callback import QuantizationCallback, has_run, unobser
 from qlightning.callbacks.distillation import Distillation, Distiller
 from qlightning.callbacks.int8_validation import Int8Validation
 from qlightning.callbacks.loading import ensure
+from qlightning.callbacks.max_drop import MaxDrop, float_value
 from qlightning.callbacks.order import stand_behind
 from qlightning.callbacks.phases import PhaseSwitch
 from qlightning.callbacks.placement import int8_modules
@@ -85,6 +86,12 @@ class QuantizationAwareTraining(QuantizationCallback):
         save: Files to write the int8 net to at fit end: ``"net.pt2"``, ``["net.pt2", "net.onnx"]``, below the Trainer's
             ``default_root_dir``; with the metrics of the fit inside. MLFlowLogger and WandbLogger get them, too;
             TensorBoardLogger gets the report and figures of the weights' codes, with and without files.
+        max_drop: How much worse than in float the int8 nets may be, in units of a metric that ``validation_step`` logs:
+            0.5 of an accuracy in percent, 0.005 of a fraction. At fit end, when training has won back what it could,
+            the fewest layers are kept in float that keep to it, measured on the validation data and checked in int8;
+            the report says which and why. In float means before the training, or the trained weights where these are
+            better. The metric is what ModelCheckpoint or
+            EarlyStopping monitors, or ``MaxDrop(0.5, monitor="val_acc", mode="max")``. None: all in int8.
 
     Attributes:
         int8_model: The int8 net after fit; a dict by name where there are several.
@@ -115,8 +122,11 @@ class QuantizationAwareTraining(QuantizationCallback):
         save: str | Path | Iterable[str | Path] = (),
         calibrate: int = 0,
         distillation: Distillation | nn.Module | str | None = None,
+        max_drop: float | MaxDrop | None = None,
     ) -> None:
-        super().__init__(qconfig, backend, modules, exclude, save)
+        super().__init__(qconfig, backend, modules, exclude, save, max_drop)
+        if self.max_drop is not None and not convert:
+            raise ConfigError(f"max_drop={self.max_drop.points:g} with convert=False: there is no int8 model to keep.")
         if self.save and not convert:
             raise ConfigError(f"save={self.save!r} with convert=False: there is no int8 model to save.")
         if not isinstance(convert, bool) and convert not in ("best", "last"):
@@ -143,6 +153,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         self._distiller = Distiller(self.distillation) if self.distillation else None
         if self._distiller:
             self._distiller.check_start(self.schedule)
+        self._float_before: float | None = None
         self._int8_validation = Int8Validation()
         self._phase: Phase | None = None
         self._is_running = False
@@ -155,10 +166,13 @@ class QuantizationAwareTraining(QuantizationCallback):
     def state_dict(self) -> dict[str, Any]:
         points = {name: str(point) for name, point in self.schedule.points().items()}
         state = {**super().state_dict(), "schedule": points, "position": str(self._phase) if self._phase else ""}
+        if self._float_before is not None:
+            state["float_before"] = self._float_before
         return {**state, "teacher": self._distiller.digest} if self._distiller else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes from a checkpoint which teacher its training has had."""
+        """Takes from a checkpoint which teacher its training has had, and how good the float net was before it."""
+        self._float_before = state_dict.get("float_before")
         if self._distiller:
             self._distiller.expect(state_dict.get("teacher", ""))
 
@@ -179,6 +193,7 @@ class QuantizationAwareTraining(QuantizationCallback):
             raise CalibrationError("limit_train_batches=0: without a training batch no range can be observed.")
         check_finite(self.schedule, trainer)
         self._phase, self._is_running = None, False
+        self._float_before = None
         self._ranges = None
         self._is_set_up = True
         self._switch = PhaseSwitch(())
@@ -186,6 +201,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             self._check_device(trainer)
         if self.convert == "best" and not trainer.fast_dev_run:
             check_monitored(trainer)
+        if self.max_drop is not None:
+            self.max_drop.goal(trainer)
 
         def prepare() -> None:
             self._prepare(pl_module)
@@ -225,6 +242,8 @@ class QuantizationAwareTraining(QuantizationCallback):
                 "Freeze later, or start from a checkpoint with ranges. Where this goes on with a float training by "
                 "ckpt_path, points count from that one's start: rather load its weights, and fit without ckpt_path."
             )
+        if self.max_drop is not None and trainer.global_step == 0:  # an early word on its errors, too
+            self._float_before = float_value(trainer, pl_module, self.prepared, self.max_drop)
         if self._distiller:
             self._distiller.start(trainer, pl_module, self.prepared)
 
@@ -264,6 +283,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self.convert and prepared_targets(pl_module, self.modules):
             self._check_device(trainer)
             self._adopt(pl_module)
+            self._recall_decision()
             self._recall_modes(pl_module)
             self._convert(pl_module)
         if not (int8_modules(pl_module) or is_prepared(pl_module)):
@@ -359,6 +379,8 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self.reestimate_bn:
             batches = calibration_batches(trainer, pl_module, None)
             reestimate_batchnorm(trainer, pl_module, self.prepared, batches, self.reestimate_bn)
+        if self.convert:
+            self._decide(trainer, pl_module, self._float_before)
         if self.convert and is_spawned(trainer):
             self._hand_back()
         elif self.convert:

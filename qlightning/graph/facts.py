@@ -53,7 +53,7 @@ def of(module: nn.Module) -> Facts | None:
     if preparation is None or not is_prepared(module):  # a converted copy knows how it was prepared, too
         return None
     found = collect(preparation.qconfig, preparation.backend.name, preparation.mode)
-    if preparation.float_choice.reasons:
+    if preparation.float_choice != FloatChoice():
         found["float_choice"] = asdict(preparation.float_choice)
     return {**found, "to_convert": True} if preparation.to_convert else found
 

@@ -72,6 +72,17 @@ def test_a_loss_must_not_rise() -> None:
     assert list(found.reasons) == ["a", "b"]
 
 
+def test_the_float_model_before_a_training_counts_where_it_was_better() -> None:
+    goal = Goal(2.0, "accuracy", True)
+    assert list(choose(goal, RANKING, simulated, simulated, before=80.0).reasons) == ["a", "b"]
+    assert list(choose(goal, RANKING, simulated, simulated, before=91.0).reasons) == ["a", "b", "c"]
+    assert choose(goal, RANKING, lambda n: 60.0, lambda n: 84.0, before=85.0).reasons == {}
+    with pytest.raises(
+        AccuracyError, match=r"was 95 in float before the training, and is 82.25 in int8.*\['a', 'b', 'c'\]"
+    ):
+        choose(goal, RANKING, simulated, simulated, before=95.0)
+
+
 def test_percentage_points_of_a_fraction_are_an_error() -> None:
     message = r"max_drop=0\.5, but accuracy is 0\.9 in float, a fraction.*are max_drop=0\.005"
     with pytest.raises(ConfigError, match=message):
