@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,6 +177,7 @@ def report(model: nn.Module) -> Report:
             reported |= {id(part) for part in module.modules()}
     notes = tuple(f"{failure}." for failure in preparation.failures)
     notes += (preparation.float_choice.note,) if preparation.float_choice.note else ()
+    notes += _few_bits(rows)
     scheme = preparation.qconfig.activation
     centred = "" if preparation.backend.centred(scheme) == scheme else ", symmetric where values have both signs"
     return Report(
@@ -187,6 +189,19 @@ def report(model: nn.Module) -> Report:
         backend.explain_choice(),
         preparation.steps,
         source=_source(model),
+    )
+
+
+def _few_bits(rows: list[LayerReport]) -> tuple[str, ...]:
+    """What weights of fewer bits than any kernel asks for (7, where 8 would saturate) are stored in and run on."""
+    named = re.compile(r"u?int([2-6]) ")
+    found = [row.name or "(model)" for row in rows if row.int8 and named.match(row.scheme)]
+    if not found:
+        return ()
+    shown = ", ".join(found[:10]) + (" ..." if len(found) > 10 else "")
+    return (
+        f"Weights of less than 7 bits ({shown}) are stored in 8 bits and run on the kernels of 8: as exact as fewer "
+        "bits are, and no faster or smaller.",
     )
 
 

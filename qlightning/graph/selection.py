@@ -178,7 +178,8 @@ def leave_in_float(prepared: nn.Module, choice: FloatChoice) -> None:
     Raises:
         ConfigError: A name is none of a layer.
     """
-    Selection(prepared).check(choice.reasons)
+    if choice.reasons:
+        Selection(prepared).check(choice.reasons)
     preparation: Preparation = prepared.__dict__["_preparation"]
     prepared.__dict__["_preparation"] = replace(preparation, float_choice=choice)
 
