@@ -12,7 +12,7 @@ and those mended; agreement and SQNR tell more.
 
 With ``--json`` the rows of nets and tools that are not asked for again stay in the file. The exit status is 1 where
 ours misses what is required: a drop no more than 0.02 points above the best peer's, and an agreement no less than the
-best peer's, as means over the seeds.
+best peer's, as means over the seeds. Every row is written as soon as its tool is done.
 
 Needs ``pip install 'qlightning[recipes,bench]'``; a peer that is not installed, or fails, is left out and listed.
 """
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +101,21 @@ class Bench:
         self.rows: list[Row] = (earlier or {}).get("rows", [])
         self.left_out: list[Row] = (earlier or {}).get("left_out", [])
 
-    def run(self, question: Question) -> None:
-        """All tools and seeds for one net."""
+    def run(self, question: Question, done: Callable[[], None]) -> None:
+        """All tools and seeds for one net; ``done`` is called after each tool."""
         reference = logits(torch_run(question.net), question.images)
         right = int((reference.argmax(1) == question.labels).sum())
         net = {"net": question.name, "images": len(question.labels), "calibration": self.calibration}
         self.nets[question.name] = {**net, "accuracy": _percent(right, len(question.labels))}
-        asked = {tool.name for tool in self.chosen}
-        self.rows = [r for r in self.rows if r["net"] != question.name or r["tool"] not in asked]
-        self.left_out = [r for r in self.left_out if r["net"] != question.name or r["tool"] not in asked]
         with tempfile.TemporaryDirectory() as folder:
             for tool in self.chosen:
+                asked = (question.name, tool.name)
+                self.rows = [r for r in self.rows if (r["net"], r["tool"]) != asked]
+                self.left_out = [r for r in self.left_out if (r["net"], r["tool"]) != asked]
                 for seed in self.seeds:
                     if not self._row(tool, seed, question, reference, Path(folder)):
                         break
+                done()
 
     def _row(self, tool: Tool, seed: int, question: Question, reference: Tensor, folder: Path) -> bool:
         """Notes how a tool does, or that it fails; ours may not fail."""
@@ -212,11 +213,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [tool for tool in tools() if not options.only or any(part in tool.name for part in options.only)]
     earlier = json.loads(options.json.read_text()) if options.json and options.json.exists() else None
     bench = Bench(chosen, options.seeds, options.calibration, earlier)
-    for text in options.nets:
-        bench.run(_question(text, options.data, options.epochs))
+
+    def written() -> None:
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(_text(bench.record()))
+
+    for text in options.nets:
+        bench.run(_question(text, options.data, options.epochs), written)
     missed = bench.missed()
     print("\n".join(["Missed:", *missed] if missed else []))
     return int(bool(missed))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from qlightning.errors import ConfigError
 from recipes.data.arrays import ArrayData, Digits, Npz
-from recipes.models.cifar import mobilenet_v2_cifar, resnet_cifar
+from recipes.models.cifar import mobilenet_v2_cifar, mobilenet_v3_cifar, resnet_cifar
 from recipes.models.weights import load_weights
 
 BATCH = 250
@@ -43,17 +45,25 @@ class Question:
         return self.training[order[:count]].split(batch)
 
 
+_BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "mobilenet_v2": mobilenet_v2_cifar,
+    "mobilenet_v2_half": functools.partial(mobilenet_v2_cifar, width_mult=0.5),
+    "mobilenet_v3": mobilenet_v3_cifar,
+    "mobilenet_v3_half": functools.partial(mobilenet_v3_cifar, width_mult=0.5),
+}
+
+
 def build(name: str) -> nn.Module:
-    """The net of a name, for 10 classes: ``resnet20`` (any depth of 6n + 2) or ``mobilenet_v2``, for small images.
+    """The net of a name, for 10 classes: ``resnet20`` (any depth of 6n + 2), or one of `_BUILDERS`.
 
     Raises:
         ConfigError: There is no net of that name.
     """
     if depth := re.fullmatch(r"resnet(\d+)", name):
         return resnet_cifar(int(depth[1]))
-    if name == "mobilenet_v2":
-        return mobilenet_v2_cifar()
-    raise ConfigError(f"No net {name!r}: resnet20, resnet56 (any depth of 6n + 2) and mobilenet_v2 are possible.")
+    if name in _BUILDERS:
+        return _BUILDERS[name]()
+    raise ConfigError(f"No net {name!r}: resnet20 (any depth of 6n + 2), {', '.join(_BUILDERS)} are possible.")
 
 
 def published(name: str, weights: Path, data: Path) -> Question:
@@ -66,15 +76,15 @@ def trained_on_digits(name: str, epochs: int) -> Question:
     torch.manual_seed(0)
     net, data = build(name).train(), Digits(size=16, eval_batch_size=BATCH)
     steps = max(1, epochs * len(data.train_dataloader()))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+    optimizer = torch.optim.AdamW(net.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
     for _ in range(epochs):
         for x, y in data.train_dataloader():
             optimizer.zero_grad()
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
             schedule.step()
-    return _question(name, net, data)
+    return _question(f"{name}, digits", net, data)
 
 
 def _question(name: str, net: nn.Module, data: ArrayData) -> Question:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qlightning.backends import available
+from qlightning.steps import BiasCorrection, Step
 from scripts.bench.runners import Reader, Run, Subject, exported, onnxruntime_run, openvino_run, pt2e, torch_run
 
 
@@ -42,10 +43,11 @@ _PACKAGES = {"onednn": ("torch",), "openvino": ("openvino",), "onnxruntime": ("o
 
 def tools() -> list[Tool]:
     """All of them, ours first; those whose package is not there fail when they are to quantize."""
+    backends = [name for name in available() if name in _PACKAGES]
     ours = [
-        Tool(f"qlightning, {name}", "ours", _PACKAGES[name], functools.partial(_ours, backend=name))
-        for name in available()
-        if name in _PACKAGES
+        Tool(f"qlightning, {name}{words}", "ours", _PACKAGES[name], functools.partial(_ours, backend=name, steps=steps))
+        for words, steps in (("", ()), (", bias correction", (BiasCorrection(),)))
+        for name in backends
     ]
     fx, ort, nncf = ("torch",), ("onnxruntime",), ("nncf", "openvino")
     peers = [
@@ -68,10 +70,10 @@ def tools() -> list[Tool]:
     return [*ours, *peers]
 
 
-def _ours(subject: Subject, backend: str) -> Run:
+def _ours(subject: Subject, backend: str, steps: tuple[Step, ...]) -> Run:
     from qlightning import quantize_model
 
-    return torch_run(quantize_model(subject.net, subject.images, backend=backend))
+    return torch_run(quantize_model(subject.net, subject.images, backend=backend, steps=steps))
 
 
 def _fx(subject: Subject, reduce_range: bool) -> Run:

@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.accuracy import OURS, REQUIRED_DROP, means
+from scripts.bench.accuracy import OURS, REQUIRED_DROP, Bench, means
 from scripts.bench.markdown import head, line
 
 Row = dict[str, Any]
@@ -107,6 +107,11 @@ def _held(results: Results) -> Iterator[str]:
             cells += [f"{_mean(ours, figure):.{digits}f} {unit}", f"{value:.{digits}f} {unit} ({tool})"]
         yield line([net, *cells])
     yield ""
+    if missed := Bench([], [], 0, results.record).missed():
+        yield "Missed:"
+        yield ""
+        yield from (f"- {text}" for text in missed)
+        yield ""
 
 
 def standard_error(rows: Sequence[Row], images: int) -> float:
