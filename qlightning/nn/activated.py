@@ -1,8 +1,8 @@
 """An activation that clamps and the rounding of its result in one step, whose backward is one, too.
 
 A gradient passes both where the input lies in one interval, so that the backward is one pass over the gradient and the
-input, and the forward neither looks for what is clipped nor keeps a mask. (Tried for Hardswish, Hardsigmoid and SiLU as
-well, which need masks all the same: no faster.)
+input, and the forward does not look for what is clipped. It keeps the input, or of large tensors a mask. (Tried for
+Hardswish, Hardsigmoid and SiLU as well, which need a mask of what is clipped all the same: no faster.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from qlightning.observers.base import all_finite, extremes_of
 from qlightning.single import float32
 
 _hardtanh_backward = torch.ops.aten.hardtanh_backward.default  # finding the overload takes longer than a small tensor
+_hardtanh_backward_out = torch.ops.aten.hardtanh_backward.grad_input
 _ZERO = torch.zeros((), device="cpu")
+_ONE = torch.ones((), device="cpu")
+MASKED_NUMEL = 2**22
+"""From how many elements on a mask is kept instead of the input: then it is the memory that counts."""
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -153,6 +157,32 @@ class _Clamped(torch.autograd.Function):
         return grad, None
 
 
+class _Masked(torch.autograd.Function):
+    """Keeps a bool an element, a quarter of the input: for large tensors, which are most of the memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, interval: _Interval) -> Tensor:
+        mask = torch.empty_like(x, dtype=torch.bool)
+        cut = blocks.Cut.of(x, _ZERO)
+        for given, passes in zip(cut(x), cut(mask), strict=True):
+            passes.copy_(_hardtanh_backward(_ONE, given, interval.above, interval.below))
+        ctx.save_for_backward(mask)
+        return interval.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        grad = grads[0]
+        if torch.is_grad_enabled() or grad.stride() != mask.stride():
+            masked: Tensor = _hardtanh_backward(grad, blocks.as_numbers(mask, grad.dtype), 0.5, 2.0)
+            return masked, None
+        masked, cut = torch.empty_like(grad), blocks.Cut.of(mask, _ZERO)
+        for given, passes, result in zip(cut(grad), cut(mask), cut(masked), strict=True):
+            numbers = blocks.as_numbers(passes, grad.dtype)
+            _hardtanh_backward_out(given, numbers, 0.5, 2.0, grad_input=result)
+        return masked, None
+
+
 def _clamp_and_round(fq: FakeQuantize, x: Tensor, low: float, high: float) -> Tensor | None:
     """The step of an activation that clamps to an interval with 0; None where it has to be taken as ever."""
     observer, inside = fq.observer, False
@@ -173,7 +203,8 @@ def _clamp_and_round(fq: FakeQuantize, x: Tensor, low: float, high: float) -> Te
     if not inside:
         interval = interval.on_grid(fq.scheme.quant_min - zero, fq.scheme.quant_max - zero)
     if torch.is_grad_enabled() and x.requires_grad:
-        result: Tensor = _Clamped.apply(x, interval)
+        function = _Masked if x.numel() >= MASKED_NUMEL else _Clamped
+        result: Tensor = function.apply(x, interval)
         return result
     return interval.round(x.detach())
 

@@ -86,6 +86,17 @@ def test_both_at_once_are_both_in_turn(activation: nn.Module, scheme: QScheme, s
         assert torch.equal(activate_and_round(activation, fq, x.clone()), fq(activation(x.clone())))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_a_mask_of_a_large_tensor_is_what_the_input_is(activation: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activated, "MASKED_NUMEL", 1)
+    fq = FakeQuantize(SCHEMES[0], MovingAverageObserver(SCHEMES[0], 0.3)).train()
+    for shape in (SMALL, LARGE):
+        x = torch.randn(shape)
+        fq(x)
+        assert_same(activation, fq, 4 * x)
+        assert_same(activation, fq, (4 * x).to(memory_format=torch.channels_last))
+
+
 @pytest.mark.parametrize("observer", [MinMaxObserver, HistogramObserver])
 def test_whatever_the_observer_takes_it_gets(observer: type[Observer]) -> None:
     scheme = QScheme(signed=False)
