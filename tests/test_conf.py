@@ -43,6 +43,9 @@ STEPS = {
     "none": [],
     "equalize": ["CrossLayerEqualization"],
     "bias_correction": ["BiasCorrection"],
+    "adaround": ["AdaRound"],
+    "batch_norm": ["ReestimateBatchNorm"],
+    "best": ["AdaRound", "BiasCorrection"],
 }
 
 

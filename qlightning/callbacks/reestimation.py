@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -11,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from qlightning.callbacks.calibration import run_batches
 from qlightning.callbacks.ranks import average_statistics, gathered
+from qlightning.steps.batchnorm import averaging, has_statistics
 
 
 def reestimate_batchnorm(
@@ -31,25 +31,11 @@ def reestimate_batchnorm(
         The number of batches.
     """
     found = [m for module in prepared.values() for m in module.modules() if isinstance(m, _BatchNorm)]
-    norms = list(dict.fromkeys(bn for bn in found if bn.track_running_stats and bn.running_mean is not None))
+    norms = list(dict.fromkeys(bn for bn in found if has_statistics(bn)))
     if not norms:
         return 0
     count = run_batches(
-        trainer, pl_module, prepared, batches, num_batches, _averaging(norms), label="Re-estimating BatchNorm"
+        trainer, pl_module, prepared, batches, num_batches, averaging(norms), label="Re-estimating BatchNorm"
     )
     average_statistics(trainer, norms)
     return sum(gathered(trainer, count))
-
-
-@contextmanager
-def _averaging(norms: list[_BatchNorm]) -> Iterator[None]:
-    before = [bn.momentum for bn in norms]
-    for bn in norms:
-        bn.reset_running_stats()
-        bn.momentum = None  # torch's way to ask for a cumulative average
-        bn.training = True
-    try:
-        yield
-    finally:
-        for bn, momentum in zip(norms, before, strict=True):
-            bn.momentum = momentum

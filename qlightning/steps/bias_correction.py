@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from qlightning.errors import ConfigError
 from qlightning.graph.changes import LayerChange, StepReport
-from qlightning.nn.qat import QATLayer, bn_factor
+from qlightning.nn.qat import bn_factor
 from qlightning.steps.base import Step
 from qlightning.steps.replay import LayerCall, replay
-from qlightning.steps.subject import Subject, full_name
+from qlightning.steps.subject import Subject, full_name, layers_of
 
 
 @dataclass(frozen=True)
 class BiasCorrection(Step):
-    """Shifts each channel of each layer by the mean error that the rounding of weights and inputs makes in it.
+    """Shifts each channel of each layer by the mean error that rounding makes in it.
 
-    Layer by layer, in the order of the net: over all calibration images and positions, the mean of what the float net
-    has behind the layer (behind the BatchNorm that folds into it) less that of the quantized net so far, whose layers
-    before are corrected already. It goes into the bias, which int8 kernels add in 32 bits, so that it costs nothing.
-    From section 4.2 and appendix C of Nagel et al., "Data-Free Quantization through Weight Equalization and Bias
-    Correction", 2019.
+    It goes into the bias, which int8 kernels add in 32 bits, so that it costs nothing. From section 4.2 and appendices
+    C and D of Nagel et al., "Data-Free Quantization through Weight Equalization and Bias Correction", 2019.
+
+    Args:
+        mode: ``"empirical"``: layer by layer, in the order of the net, the mean over all calibration images and
+            positions of what the quantized net so far has behind the layer (behind the BatchNorm that folds into it),
+            less that of the float net. It sees what weights, activations and all layers before do.
+            ``"analytic"``: the rounding error of the weights times the mean input that the BatchNorm before the layer
+            stands for, a normal distribution with its weight and bias, clipped by the ReLU behind it. It needs a
+            BatchNorm, and neither activations nor what padding leaves out count.
+
+    Raises:
+        ConfigError: ``mode`` is another one.
 
     Example:
+        >>> import torch
         >>> from torch import nn
         >>> from qlightning import quantize_model, report
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
@@ -33,30 +43,52 @@ class BiasCorrection(Step):
         [True, True]
     """
 
+    mode: Literal["empirical", "analytic"] = "empirical"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("empirical", "analytic"):
+            raise ConfigError(f"BiasCorrection mode={self.mode!r}: 'empirical' or 'analytic' is possible.")
+
     def apply(self, subject: Subject) -> StepReport:
         rows: list[LayerChange] = []
-        with subject.progress("Correcting biases", _layers(subject)) as bar:
+        correct = _correct_empirically if self.mode == "empirical" else _correct_analytically
+        with subject.progress("Correcting biases", layers_of(subject)) as bar:
 
             def visit(call: LayerCall) -> None:
-                rows.append(_correct(subject, call))
+                problem = call.problem or ("" if _has_place(call) else "it has neither a bias nor a BatchNorm to shift")
+                rows.append(LayerChange(call.name, False, problem) if problem else correct(subject, call))
                 bar.update()
 
             replay(subject, visit)
-        measure = "mean error of a channel, root mean square over channels, in units of the layer's result"
+        measure = "mean error of a channel, which is taken out, in units of the layer's result, root mean square"
         return StepReport(repr(self), tuple(rows), measure)
 
 
-def _layers(subject: Subject) -> int:
-    return sum(isinstance(m, QATLayer) for model in subject.models.values() for m in model.modules())
-
-
-def _correct(subject: Subject, call: LayerCall) -> LayerChange:
-    problem = call.problem or ("" if _has_place(call) else "it has neither a bias nor a BatchNorm to shift")
-    if problem:
-        return LayerChange(call.name, False, problem)
+def _correct_empirically(subject: Subject, call: LayerCall) -> LayerChange:
     error = _mean_error(call)
     _shift(subject, call, error)
-    return LayerChange(call.name, True, _place(call), _rms(error), _rms(_mean_error(call)))
+    return LayerChange(call.name, True, f"{_place(call)} shifted", _rms(error))
+
+
+def _correct_analytically(subject: Subject, call: LayerCall) -> LayerChange:
+    layer, mean = call.layer, call.input_mean()
+    if mean is None:
+        return LayerChange(call.name, False, "no BatchNorm stands before it")
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        return LayerChange(call.name, False, "a transposed convolution is left alone")
+    groups = int(getattr(layer, "groups", 1))
+    path = full_name(call.path, "weight")
+    weight = subject.originals.get(call.model, {}).get(path, layer.weight)
+    rounding = (layer.fake_quantized_weight() - weight).flatten(2 if weight.dim() > 2 else 1)
+    if weight.shape[1] * groups != mean.numel():
+        return LayerChange(call.name, False, "the BatchNorm before it has other channels")
+    per_input = rounding.sum(2) if weight.dim() > 2 else rounding
+    given = mean.view(groups, -1).repeat_interleave(weight.shape[0] // groups, 0)  # what each output channel reads
+    error = (per_input * given).sum(1)
+    if call.bn is not None:
+        error = error * bn_factor(call.bn)
+    _shift(subject, call, error)
+    return LayerChange(call.name, True, f"{_place(call)} shifted", _rms(error))
 
 
 def _mean_error(call: LayerCall) -> Tensor:

@@ -21,7 +21,8 @@ from qlightning.graph.patterns import can_fold, only_user, source_of
 from qlightning.graph.programs import Captured, Program
 from qlightning.nn.bias import BiasRounding
 from qlightning.nn.qat import QATLayer
-from qlightning.steps.subject import Subject, full_name
+from qlightning.steps.normal import mean_before
+from qlightning.steps.subject import Subject, full_name, unrounded
 from qlightning.vocabulary import Kind, Vocabulary
 
 Calls = list[tuple[Program, list[Any]]]
@@ -40,6 +41,8 @@ class LayerCall:
         inputs: What the quantized net gives it, a tensor for each batch.
         targets: What the float net has at the end of the layer's block (behind BatchNorm, sum and activation).
         plain_targets: What the float net has behind the layer, or behind its BatchNorm.
+        input_mean: The mean of each channel of the input by the BatchNorm before it, float32 (in,); None where there is
+            none, or more between than a ReLU or another clamp.
         finish: From what the layer gives for rows of a batch to the end of its block, in the quantized net: called with
             that, the number of the batch and the rows (None: all).
         problem: Why nothing of it should be changed; empty where it can be.
@@ -53,6 +56,7 @@ class LayerCall:
     inputs: list[Tensor]
     targets: Callable[[], list[Tensor]]
     plain_targets: Callable[[], list[Tensor]]
+    input_mean: Callable[[], Tensor | None]
     finish: Callable[[Tensor, int, Tensor | None], Tensor]
     problem: str = ""
 
@@ -181,6 +185,7 @@ class _GraphReplay:
             inputs,
             lambda: targets(tail),
             lambda: targets(plain),
+            lambda: mean_before(node, self._ops),
             lambda y, batch, rows: self._follow(node, y, tail, self._values, batch, rows, False),
             self.problem or self._problem_of(node, layer, bn),
         )
@@ -276,11 +281,5 @@ class _GraphReplay:
     def _in_float(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         originals = self._subject.originals.get(self._model, {}).items()
         before = {name.removeprefix(f"{path}."): value for name, value in originals if name.startswith(f"{path}.")}
-        rounding = [fq for fq in module.modules() if isinstance(fq, FakeQuantize) and fq.fake_quant_enabled]
-        for fq in rounding:
-            fq.fake_quant_enabled = False
-        try:
+        with unrounded(*(fq for fq in module.modules() if isinstance(fq, FakeQuantize))):
             return functional_call(module, before, args, kwargs) if before else module(*args, **kwargs)
-        finally:
-            for fq in rounding:
-                fq.fake_quant_enabled = True

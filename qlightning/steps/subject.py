@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from qlightning.fake_quantize import fake_quantizers
+from qlightning.fake_quantize import FakeQuantize, fake_quantizers
 from qlightning.graph.changes import Change, StepReport, tensor_at
 from qlightning.graph.preparation import Preparation, PreparedModule
+from qlightning.nn.qat import QATLayer
 
 Run = Callable[[AbstractContextManager[None]], Any]
 
@@ -80,22 +81,37 @@ class Subject:
     @contextmanager
     def in_float(self) -> Iterator[None]:
         """Makes the nets float, as they were when they were calibrated, for as long as the context lasts."""
-        rounding = [fq for model in self.models.values() for _, fq in fake_quantizers(model) if fq.fake_quant_enabled]
+        fqs = [fq for model in self.models.values() for _, fq in fake_quantizers(model)]
         swapped: list[tuple[Tensor, Tensor]] = []
-        try:
-            for fq in rounding:
-                fq.fake_quant_enabled = False
-            for name, originals in self.originals.items():
-                for path, original in originals.items():
-                    tensor = tensor_at(self.models[name], path)
-                    swapped.append((tensor, tensor.detach().clone()))
-                    _copy(tensor, original)
-            yield
-        finally:
-            for fq in rounding:
-                fq.fake_quant_enabled = True
-            for tensor, value in swapped:
-                _copy(tensor, value)
+        with unrounded(*fqs):
+            try:
+                for name, originals in self.originals.items():
+                    for path, original in originals.items():
+                        tensor = tensor_at(self.models[name], path)
+                        swapped.append((tensor, tensor.detach().clone()))
+                        _copy(tensor, original)
+                yield
+            finally:
+                for tensor, value in swapped:
+                    _copy(tensor, value)
+
+
+@contextmanager
+def unrounded(*fqs: FakeQuantize) -> Iterator[None]:
+    """Lets fake-quantizers pass on what they are given, for as long as the context lasts."""
+    rounding = [fq for fq in fqs if fq.fake_quant_enabled]
+    for fq in rounding:
+        fq.fake_quant_enabled = False
+    try:
+        yield
+    finally:
+        for fq in rounding:
+            fq.fake_quant_enabled = True
+
+
+def layers_of(subject: Subject) -> int:
+    """How many layers there are to go over."""
+    return sum(isinstance(m, QATLayer) for model in subject.models.values() for m in model.modules())
 
 
 def full_name(*parts: str) -> str:

@@ -1,6 +1,8 @@
 """Steps of post-training quantization: what they change, what they leave alone, and that they say so."""
 
 import copy
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,16 +12,30 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from qlightning import PostTrainingQuantization, QConfig, QScheme, calibrate, prepare, quantize_model, report, unprepare
+from qlightning import (
+    PostTrainingQuantization,
+    QConfig,
+    QScheme,
+    calibrate,
+    convert,
+    prepare,
+    quantize_model,
+    report,
+    unprepare,
+)
 from qlightning.errors import ConfigError
 from qlightning.graph.calibrate import run_batches
-from qlightning.steps import BiasCorrection, CrossLayerEqualization
+from qlightning.steps import AdaRound, BiasCorrection, CrossLayerEqualization, ReestimateBatchNorm
 from qlightning.steps.base import apply_steps, checked_steps
+from qlightning.steps.normal import clipped_normal_mean
 from qlightning.steps.subject import Subject
 
 STEPS = {
     "equalization": CrossLayerEqualization(),
     "bias correction": BiasCorrection(),
+    "analytic bias correction": BiasCorrection(mode="analytic"),
+    "rounding": AdaRound(iterations=8, batch_size=8),
+    "batch norm": ReestimateBatchNorm(),
 }
 
 
@@ -100,9 +116,8 @@ def test_a_step_leaves_the_float_model_as_it_is_and_reports_every_layer(step):
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     (found,) = report(int8).steps
     assert found.name == repr(step)
-    assert {row.layer for row in found.layers} == {
-        n for n, m in net.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))
-    }
+    kinds = nn.BatchNorm2d if isinstance(step, ReestimateBatchNorm) else (nn.Conv2d, nn.Linear)
+    assert [row.layer for row in found.layers] == [n for n, m in net.named_modules() if isinstance(m, kinds)]
     assert found.changed
     assert all(row.what for row in found.layers)
     assert found.name in str(report(int8))
@@ -352,3 +367,143 @@ def test_bias_correction_takes_the_mean_error_out_of_every_channel(affine):
         return sum((prepared(batch) - net(batch)).mean((0, 2)) for batch in x) / len(x)
 
     assert mean_error(BiasCorrection()).abs().max() < mean_error().abs().max() / 10
+
+
+def test_a_clipped_normal_has_the_mean_of_its_samples():
+    generator = torch.Generator().manual_seed(0)
+    mean, std = torch.tensor([-1.0, 0.3, 5.5, 9.0]), torch.tensor([0.5, 2.0, 1.0, 3.0])
+    samples = mean + std * torch.randn(1_000_000, 4, generator=generator, dtype=torch.float64)
+    for low, high in ((0.0, math.inf), (0.0, 6.0), (-math.inf, math.inf), (-math.inf, 1.0)):
+        got = clipped_normal_mean(mean, std, low, high)
+        clipped = samples.clamp(low, high)
+        # Five standard errors of the mean of so many samples.
+        assert ((got - clipped.mean(0)).abs() <= 5 * clipped.std(0) / 1000).all()
+    assert torch.equal(clipped_normal_mean(mean, torch.zeros(4), 0.0, 6.0), mean.clamp(0.0, 6.0))
+
+
+def test_analytic_correction_is_that_of_the_mean_input_of_its_distribution():
+    conv, bn, second = nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1, groups=2)
+    net = uneven(nn.Sequential(conv, bn, nn.ReLU6(), second))
+    qconfig = QConfig(weight=QScheme(bits=3, symmetric=True, axis=0, narrow_range=True))
+    prepared, _ = prepared_with(net, BiasCorrection(mode="analytic"), qconfig=qconfig)
+    rounding = (prepared[3].fake_quantized_weight() - second.weight)[:, :, 0, 0].double()
+    mean = clipped_normal_mean(bn.bias, bn.weight.abs(), 0.0, 6.0).double().view(2, 3)
+    want = second.bias - torch.stack([rounding[i] @ mean[i // 2] for i in range(4)])
+    assert torch.allclose(prepared[3].bias.double(), want, rtol=1e-5, atol=1e-5)
+    assert "no BatchNorm stands before" in rows(prepared)["0"].what
+
+
+# Learned rounding
+
+
+class Pair(nn.Module):
+    """Two convolutions and a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        x = F.relu(self.bn(self.conv1(x)))
+        return F.relu(self.conv2(x) + x)
+
+
+def low_bits(bits=3):
+    return QConfig(weight=QScheme(bits=bits, symmetric=True, axis=0, narrow_range=True))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [{"axis": 0, "symmetric": True}, {"symmetric": True}, {"axis": 0}],
+    ids=["per channel", "per tensor", "affine"],
+)
+def test_learned_rounding_moves_weights_by_one_code_at_most_and_convert_gives_these_codes(weight):
+    net = uneven(Pair())
+    qconfig = QConfig(weight=QScheme(bits=3, **weight))
+    plain, _ = prepared_with(net, qconfig=qconfig)
+    learned, _ = prepared_with(net, AdaRound(iterations=40, batch_size=8, lr=0.1), qconfig=qconfig)
+    nearest, chosen = convert(plain), convert(learned)
+    moved = 0
+    for name, row in rows(learned).items():
+        one, other = (model.get_submodule(name).weight().int_repr().int() for model in (nearest, chosen))
+        assert (one - other).abs().max() <= 1
+        assert bool((one != other).any()) == row.changed
+        moved += int((one != other).sum())
+    assert moved > 0
+
+
+def test_learned_rounding_is_better_in_every_layer_that_it_changes():
+    prepared, _ = prepared_with(uneven(Pair()), AdaRound(iterations=40, batch_size=8), qconfig=low_bits())
+    found = [row for row in rows(prepared).values() if row.changed]
+    assert found
+    assert all(row.after < row.before for row in found)
+
+
+def test_learned_rounding_finds_what_trying_all_finds():
+    """A layer of two outputs and four inputs has 256 ways to round; the best of them is the least error."""
+    torch.manual_seed(3)
+    layer = nn.Linear(4, 2).requires_grad_(False)
+    x = torch.randn(256, 1) + 0.1 * torch.randn(256, 4)  # alike, so that errors of weights add up or cancel out
+    prepared, _ = prepared_with(
+        nn.Sequential(layer), AdaRound(iterations=400, batch_size=256, lr=0.03), qconfig=low_bits(), batches=[x]
+    )
+    fq = prepared[0].weight_fake_quant
+    scale, inputs = fq.scale.view(-1, 1), next(iter(prepared.graph_fake_quant.values()))(x)
+    floor = (layer.weight / scale).floor()
+
+    def error(codes):
+        return float((inputs @ (codes * scale).T + layer.bias - layer(x)).square().mean())
+
+    errors = [
+        error((floor + torch.tensor(up).view(2, 4)).clamp(-3, 3)) for up in itertools.product((0.0, 1.0), repeat=8)
+    ]
+    nearest = error((layer.weight / scale).round().clamp(-3, 3))
+    chosen = error(prepared[0].weight / scale)
+    assert min(errors) < nearest
+    assert chosen - min(errors) <= (nearest - min(errors)) / 4
+
+
+def test_learned_rounding_depends_on_its_seed_alone():
+    net, chain = uneven(Pair()), AdaRound(iterations=20, batch_size=4)
+    torch.manual_seed(1)
+    one, _ = prepared_with(net, chain, qconfig=low_bits())
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    other, _ = prepared_with(net, chain, qconfig=low_bits())
+    assert torch.equal(torch.get_rng_state(), state)
+    third, _ = prepared_with(net, replace(chain, seed=1), qconfig=low_bits())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), third.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("iterations", 0),
+        ("iterations", True),
+        ("batch_size", 1.5),
+        ("lr", 0.0),
+        ("regularization", -1.0),
+        ("warmup", 1.0),
+        ("beta", (2.0, 20.0)),
+        ("beta", (2.0,)),
+    ],
+)
+def test_a_setting_of_learned_rounding_that_cannot_be_is_an_error(setting, value):
+    with pytest.raises(ConfigError, match=f"AdaRound {setting}="):
+        AdaRound(**{setting: value})
+
+
+# BatchNorm
+
+
+def test_batch_norms_get_the_statistics_of_what_reaches_them_in_the_quantized_net():
+    net = uneven(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, momentum=0.3), nn.ReLU()))
+    x = torch.cat(images())
+    prepared, _ = prepared_with(net, ReestimateBatchNorm(), batches=[x], qconfig=low_bits())
+    y = prepared[0](next(iter(prepared.graph_fake_quant.values()))(x)).double()
+    assert torch.allclose(prepared[1].running_mean.double(), y.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(prepared[1].running_var.double(), y.movedim(1, 0).flatten(1).var(1), rtol=1e-4)
+    assert prepared[1].momentum == 0.3
+    assert not prepared[1].training
