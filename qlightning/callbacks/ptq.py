@@ -104,12 +104,12 @@ class PostTrainingQuantization(QuantizationCallback):
         """Finds what is to be quantized, so that a wrong name is an error before anything runs."""
         self._check_alone(trainer)
         self._check_precision(trainer)
-        check_strategy(trainer)
         if self.steps and trainer.world_size > 1:
             raise ConfigError(
                 f"steps={list(self.steps)!r}: steps run in one process, and this Trainer has {trainer.world_size}. "
                 "Quantize with Trainer(devices=1), or without steps."
             )
+        check_strategy(trainer)
         if stage == "fit":
             if self.max_drop is not None:
                 self.max_drop.goal(trainer)

@@ -29,8 +29,9 @@ class AdaRound(Step):
     Layer by layer, in the order of the net: the layer gets what the quantized net so far gives it, and its rounding is
     learned so that the result of its block (with BatchNorm, sum and activation) is that of the float net, in least
     squares over the calibration images. Each weight's code is the lower one plus h(V), a rectified sigmoid of a number
-    V that is learned; a penalty of 1 - abs(2 h - 1) ** beta, whose beta falls, drives h to 0 or 1 by the end. Where the
-    result is no better than that of rounding to the nearest code, this stays. From Nagel et al., "Up or Down? Adaptive
+    V that is learned; a penalty of 1 - abs(2 h - 1) ** beta, whose beta falls, drives h to 0 or 1 by the end. A weight
+    that lies on a code, such as a pruned zero, stays there. Where the result is no better than that of rounding to the
+    nearest code, this stays. From Nagel et al., "Up or Down? Adaptive
     Rounding for Post-Training Quantization", 2020 (equations 21 to 25).
 
     The loss is counted in the error that rounding the layer's weights to the nearest codes makes, so that one set of
@@ -49,6 +50,7 @@ class AdaRound(Step):
         ConfigError: A setting cannot be used.
 
     Example:
+        >>> import torch
         >>> from torch import nn
         >>> from qlightning import quantize_model, report
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
@@ -58,7 +60,7 @@ class AdaRound(Step):
         2
     """
 
-    iterations: int = 1000
+    iterations: int = 200
     batch_size: int = 32
     lr: float = 0.01
     regularization: float = 0.1
@@ -124,7 +126,7 @@ class AdaRound(Step):
         v = torch.log(start / (1 - start)).requires_grad_()
         optimizer = torch.optim.Adam([v], self.lr)
         for iteration in range(self.iterations):
-            h = (torch.sigmoid(v) * (high - low) + low).clamp(0, 1)
+            h = (torch.sigmoid(v) * (high - low) + low).clamp(0, 1) * codes.between
             loss = data.loss(codes.weight(codes.floor + h), self.batch_size, generator)
             progress = (iteration / self.iterations - self.warmup) / (1 - self.warmup)
             if progress >= 0:
@@ -133,7 +135,7 @@ class AdaRound(Step):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        return codes.on_grid(codes.floor + (v.detach() >= 0))
+        return codes.on_grid(codes.floor + (v.detach() >= 0) * codes.between)
 
 
 class _Codes:
@@ -142,6 +144,7 @@ class _Codes:
     Attributes:
         floor: The lower code of each weight, less the zero point: float32, output channels first.
         fraction: How far above it the weight lies, from 0 to 1.
+        between: 1 where it lies between two codes, 0 where it lies on one.
     """
 
     def __init__(self, layer: QATLayer) -> None:
@@ -156,6 +159,7 @@ class _Codes:
         quotient = weight / self._step
         self.floor = quotient.floor()
         self.fraction = quotient - self.floor
+        self.between = (self.fraction > 0).float()
 
     def nearest(self) -> Tensor:
         """The nearest codes, as without learning."""

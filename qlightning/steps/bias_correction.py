@@ -24,8 +24,9 @@ class BiasCorrection(Step):
 
     Args:
         mode: ``"empirical"``: layer by layer, in the order of the net, the mean over all calibration images and
-            positions of what the quantized net so far has behind the layer (behind the BatchNorm that folds into it),
-            less that of the float net. It sees what weights, activations and all layers before do.
+            positions of what the quantized net so far has behind the layer (behind its BatchNorm, and the sum that
+            takes it in, so that a residual stream is put right after each block), less that of the float net. It sees
+            what weights, activations and all layers before do.
             ``"analytic"``: the rounding error of the weights times the mean input that the BatchNorm before the layer
             stands for, a normal distribution with its weight and bias, clipped by the ReLU behind it. It needs a
             BatchNorm, and neither activations nor what padding leaves out count.
@@ -92,16 +93,13 @@ def _correct_analytically(subject: Subject, call: LayerCall) -> LayerChange:
 
 
 def _mean_error(call: LayerCall) -> Tensor:
-    """What the quantized net has more than the float one behind a layer, a mean for each channel: float32 (out,)."""
+    """What the quantized net has more than the float one before the activation, a mean a channel: float32 (out,)."""
     total: Any = 0.0
     count = 0
-    for x, target in zip(call.inputs, call.plain_targets(), strict=True):
-        y = call.layer(x)
-        difference = (y if call.bn is None else call.bn(y)).float() - target.float()
-        axis = difference.dim() + _channel_axis(call)
-        per_channel = difference.movedim(axis, 0).flatten(1)
-        total = total + per_channel.double().sum(1)
-        count += per_channel.shape[1]
+    for batch, (x, target) in enumerate(zip(call.inputs, call.sum_targets(), strict=True)):
+        difference = (call.sum(call.layer(x), batch) - target).movedim(_channel_axis(call), 0).flatten(1)
+        total = total + difference.double().sum(1)
+        count += difference.shape[1]
     mean: Tensor = (total / count).float()
     return mean
 

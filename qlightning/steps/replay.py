@@ -7,6 +7,7 @@ however many layers it has.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from qlightning.steps.subject import Subject, full_name, unrounded
 from qlightning.vocabulary import Kind, Vocabulary
 
 Calls = list[tuple[Program, list[Any]]]
+Values = dict[fx.Node, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,12 @@ class LayerCall:
         bn_path: Its name below the model.
         inputs: What the quantized net gives it, a tensor for each batch.
         targets: What the float net has at the end of the layer's block (behind BatchNorm, sum and activation).
-        plain_targets: What the float net has behind the layer, or behind its BatchNorm.
+        sum_targets: What it has there before the activation: behind the layer, its BatchNorm and sums with others.
         input_mean: The mean of each channel of the input by the BatchNorm before it, float32 (in,); None where there is
             none, or more between than a ReLU or another clamp.
         finish: From what the layer gives for rows of a batch to the end of its block, in the quantized net: called with
             that, the number of the batch and the rows (None: all).
+        sum: Likewise to what is there before the activation.
         problem: Why nothing of it should be changed; empty where it can be.
     """
 
@@ -55,9 +58,10 @@ class LayerCall:
     bn_path: str
     inputs: list[Tensor]
     targets: Callable[[], list[Tensor]]
-    plain_targets: Callable[[], list[Tensor]]
+    sum_targets: Callable[[], list[Tensor]]
     input_mean: Callable[[], Tensor | None]
     finish: Callable[[Tensor, int, Tensor | None], Tensor]
+    sum: Callable[[Tensor, int], Tensor]
     problem: str = ""
 
     @property
@@ -127,6 +131,22 @@ class _Recorder:
         return self._recorded.run(module, args, kwargs)
 
 
+class _Ahead:
+    """The values that there are, and some whose turn has not come yet.
+
+    Attributes:
+        floats: Of the float net, for each batch.
+        values: Of the quantized one.
+    """
+
+    def __init__(self, floats: Values, values: Values, evaluate: Callable[..., tuple[list[Any], list[Any]]]) -> None:
+        self.floats, self.values = dict(floats), dict(values)
+        self._evaluate = evaluate
+
+    def evaluate(self, node: fx.Node) -> None:
+        self.floats[node], self.values[node] = self._evaluate(node, self.floats, self.values)
+
+
 class _GraphReplay:
     """One graph of one root."""
 
@@ -141,8 +161,8 @@ class _GraphReplay:
         self._calls = Counter(id(self._ops.module(node)) for node in self._nodes if node.op == "call_module")
         self._shared = subject.shared()
         self._seen = seen
-        self._floats: dict[fx.Node, list[Any]] = {}
-        self._values: dict[fx.Node, list[Any]] = {}
+        self._floats: Values = {}
+        self._values: Values = {}
         self.problem = ""
 
     def run(self, floats: list[list[Any]], own: list[list[Any]], visit: Callable[[LayerCall], None]) -> None:
@@ -167,14 +187,15 @@ class _GraphReplay:
                     del self._floats[value], self._values[value]
 
     def _call(self, node: fx.Node, layer: QATLayer) -> LayerCall:
-        tail = self._tail(node)
+        ahead = _Ahead(self._floats, self._values, self._evaluate_both)
+        tail = self._tail(node, ahead)
         bn_node = next((n for n in tail if self._ops[n].kind is Kind.BATCH_NORM), None)
-        plain = tail[: tail.index(bn_node) + 1] if bn_node is not None else []
+        sums = list(itertools.takewhile(self._is_affine, tail))
         bn = None if bn_node is None else self._ops.module(bn_node)
-        inputs = self._values[self._ops[node].inputs[0]]
+        results = self._floats[node]
 
         def targets(nodes: list[fx.Node]) -> list[Tensor]:
-            return [self._follow(node, y, nodes, self._floats, i, None, True) for i, y in enumerate(self._floats[node])]
+            return [self._follow(node, y, nodes, ahead.floats, i, None, True) for i, y in enumerate(results)]
 
         return LayerCall(
             self._model,
@@ -182,11 +203,12 @@ class _GraphReplay:
             layer,
             bn,
             "" if bn_node is None else full_name(self._path, str(bn_node.target)),
-            inputs,
+            self._values[self._ops[node].inputs[0]],
             lambda: targets(tail),
-            lambda: targets(plain),
+            lambda: targets(sums),
             lambda: mean_before(node, self._ops),
-            lambda y, batch, rows: self._follow(node, y, tail, self._values, batch, rows, False),
+            lambda y, batch, rows: self._follow(node, y, tail, ahead.values, batch, rows, False),
+            lambda y, batch: self._follow(node, y, sums, ahead.values, batch, None, False),
             self.problem or self._problem_of(node, layer, bn),
         )
 
@@ -203,14 +225,14 @@ class _GraphReplay:
             return "it shares parameters with another layer"
         return ""
 
-    def _tail(self, node: fx.Node) -> list[fx.Node]:
+    def _tail(self, node: fx.Node, ahead: _Ahead) -> list[fx.Node]:
         """The nodes behind a layer up to the end of its block, in order."""
         tail: list[fx.Node] = []
         end = node
         while (follower := only_user(end, self._ops)) is not None:
             kind = self._ops[follower].kind
             others = [n for n in follower.all_input_nodes if self._passed(n) is not end]
-            known = all(n in self._values for n in others)
+            known = all(self._look_ahead(n, ahead) for n in others)
             folds = end is node and can_fold(follower, self._ops) and self._same_channels(node)
             sums = kind is Kind.BINARY and known and bool(others)
             if not (folds or sums or kind is Kind.ACTIVATION):
@@ -220,6 +242,28 @@ class _GraphReplay:
             if kind is Kind.ACTIVATION:
                 break
         return tail
+
+    def _look_ahead(self, node: fx.Node, ahead: _Ahead) -> bool:
+        """Whether a value is known before its turn: it is there, or only moves one that is (slices, pads)."""
+        if node in ahead.values:
+            return True
+        if self._ops[node].kind is not Kind.SAME or not all(self._look_ahead(n, ahead) for n in node.all_input_nodes):
+            return False
+        ahead.evaluate(node)
+        return True
+
+    def _evaluate_both(self, node: fx.Node, floats: Values, values: Values) -> tuple[list[Any], list[Any]]:
+        count = range(len(next(iter(values.values()))))
+        return (
+            [self._evaluate(node, floats, i, True) for i in count],
+            [self._evaluate(node, values, i, False) for i in count],
+        )
+
+    def _is_affine(self, node: fx.Node) -> bool:
+        """Whether a shift of what a layer gives comes out of a node behind it, times the factor of its BatchNorm."""
+        if self._ops[node].kind is Kind.BINARY:
+            return self._ops.binary_name(node) == "add"
+        return self._ops[node].kind is Kind.BATCH_NORM
 
     def _same_channels(self, node: fx.Node) -> bool:
         """Whether the channels of a layer are those of a BatchNorm behind it, which has them second."""
@@ -236,7 +280,7 @@ class _GraphReplay:
         node: fx.Node,
         y: Tensor,
         tail: list[fx.Node],
-        env: dict[fx.Node, list[Any]],
+        env: Values,
         batch: int,
         rows: Tensor | None,
         in_float: bool,
@@ -244,7 +288,7 @@ class _GraphReplay:
         """From what a layer gives to what the nodes behind it make of it; leaves all values as they are."""
         before = node
         for follower in tail:
-            values: dict[fx.Node, list[Any]] = {}
+            values: Values = {}
             for n in follower.all_input_nodes:
                 if self._passed(n) is before:
                     values[n] = [y.clone()]
@@ -255,7 +299,7 @@ class _GraphReplay:
             before = follower
         return y
 
-    def _evaluate(self, node: fx.Node, env: dict[fx.Node, list[Any]], batch: int, in_float: bool) -> Any:
+    def _evaluate(self, node: fx.Node, env: Values, batch: int, in_float: bool) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n][batch])
         if node.op == "get_attr":
             return self._attribute(str(node.target), in_float)

@@ -24,6 +24,7 @@ from qlightning import (
     unprepare,
 )
 from qlightning.errors import ConfigError
+from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
 from qlightning.graph.calibrate import run_batches
 from qlightning.steps import AdaRound, BiasCorrection, CrossLayerEqualization, ReestimateBatchNorm
 from qlightning.steps.base import apply_steps, checked_steps
@@ -241,6 +242,14 @@ def test_a_further_fit_trains_the_float_net_that_was_there(chain):
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in seen.items())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_several_processes_are_refused_before_anything_runs():
+    callback = PostTrainingQuantization(calibration_data=loader(), steps=[BiasCorrection()])
+    trainer = trainer_with(callback, devices=2, strategy="ddp_spawn")
+    with pytest.raises(ConfigError, match=r"steps run in one process, and this Trainer has 2.*devices=1"):
+        callback.setup(trainer, Task(Residual()), "test")
+
+
 class Failing(BiasCorrection):
     def apply(self, subject):
         super().apply(subject)
@@ -393,6 +402,33 @@ def test_analytic_correction_is_that_of_the_mean_input_of_its_distribution():
     assert "no BatchNorm stands before" in rows(prepared)["0"].what
 
 
+class Shortcut(nn.Module):
+    """A block whose shortcut is cut and padded behind its last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, stride=2, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return F.relu(y + F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 1, 2)))
+
+
+def test_bias_correction_puts_a_residual_stream_right():
+    net = uneven(Shortcut())
+    net.conv.weight.data.mul_(0.01)
+    qconfig = QConfig(activation=QScheme(bits=2, signed=False))
+    x = images()
+    prepared, _ = prepared_with(net, BiasCorrection(), qconfig=qconfig, batches=x)
+
+    def before_relu(model, batch, given):
+        return model.conv(given) + F.pad(given[:, :, ::2, ::2], (0, 0, 0, 0, 1, 2))
+
+    fq = next(fq for _, fq in fake_quantizers(prepared) if not isinstance(fq, WeightFakeQuantize))  # of the input
+    error = [before_relu(prepared, b, fq(b)) - before_relu(net, b, b) for b in x]
+    assert torch.cat(error).mean((0, 2, 3)).abs().max() < 1e-5
+
+
 # Learned rounding
 
 
@@ -431,6 +467,15 @@ def test_learned_rounding_moves_weights_by_one_code_at_most_and_convert_gives_th
         assert bool((one != other).any()) == row.changed
         moved += int((one != other).sum())
     assert moved > 0
+
+
+def test_learned_rounding_leaves_weights_on_a_code_where_they_are():
+    net = uneven(Pair())
+    with torch.no_grad():
+        net.conv2.weight[:, ::2] = 0
+    prepared, _ = prepared_with(net, AdaRound(iterations=40, batch_size=8, lr=0.1), qconfig=low_bits())
+    assert rows(prepared)["conv2"].changed
+    assert not prepared.conv2.weight[:, ::2].any()
 
 
 def test_learned_rounding_is_better_in_every_layer_that_it_changes():
