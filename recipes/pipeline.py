@@ -18,6 +18,8 @@ from recipes import metrics
 from recipes.build import build, build_quantization
 from recipes.stages import Stages, begin
 
+REPORT = "report.html"
+
 
 def run(config: DictConfig, folder: Path) -> metrics.Metrics:
     """Runs a recipe and prints its figures.
@@ -28,8 +30,8 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
 
     Args:
         config: The composed config; see ``conf/train.yaml``.
-        folder: Gets ``config.yaml`` (resolved), ``float.safetensors`` after a float phase, ``metrics.json``, and what
-            ``callbacks.quantization.save`` names.
+        folder: Gets ``config.yaml`` (resolved), ``float.safetensors`` after a float phase, ``metrics.json``,
+            ``report.html``, and what ``callbacks.quantization.save`` names.
 
     Returns:
         What is in ``metrics.json``; accuracies are fractions of the test images.
@@ -62,7 +64,7 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
 
     one_image = next(iter(stages.data.test_dataloader()))[0][:1]
     latency = metrics.latency_ms({"float": float_net, "int8": int8_net}, one_image)
-    result = {
+    result: metrics.Metrics = {
         "float": {
             "accuracy": float_accuracy,
             "size_mb": metrics.size_mb(float_net),
@@ -82,6 +84,8 @@ def run(config: DictConfig, folder: Path) -> metrics.Metrics:
         "seconds": time.perf_counter() - start,
     }
     path = metrics.write(result, folder)
+    shown = layers if quantization.report is None else quantization.report  # which knows of the training
+    shown.save(folder / REPORT, figures={kind: _numbers(result[kind]) for kind in metrics.KINDS})
     console = Console()
     console.print(metrics.table(result))
     console.print(f"{path}, after {result['seconds']:.0f} s", soft_wrap=True)
@@ -93,3 +97,7 @@ def train_float(net: nn.Module, config: DictConfig, stages: Stages, folder: Path
     if config.model.weights is None or config.float_training.finetune:
         stages.fit(net, "float_training")
         safetensors.torch.save_model(net, str(folder / "float.safetensors"))
+
+
+def _numbers(figures: metrics.Metrics) -> dict[str, float]:
+    return {name: figures[name] for name in ("accuracy", "latency_ms") if name in figures}

@@ -28,6 +28,12 @@ def checked_paths(paths: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
     return tuple(str(path) for path in listed)
 
 
+def finite_metrics(trainer: Any) -> dict[str, float]:
+    """What was logged last, where it is finite: a file takes no others."""
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name: value for name, value in logged.items() if math.isfinite(value)}
+
+
 def write(trainer: Any, int8: Mapping[str, nn.Module], paths: Iterable[str], source: str = "") -> dict[Path, Metadata]:
     """Writes int8 models, on rank zero.
 
@@ -48,8 +54,7 @@ def write(trainer: Any, int8: Mapping[str, nn.Module], paths: Iterable[str], sou
     if trainer.fast_dev_run:
         rank_zero_info("fast_dev_run: no file of an int8 model is written.")
         return {}
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    metrics = {name: value for name, value in logged.items() if math.isfinite(value)}  # a file takes no others
+    metrics = finite_metrics(trainer)
     written: dict[Path, Metadata] = {}
     for path in paths:
         for name, model in int8.items():

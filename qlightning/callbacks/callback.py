@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from qlightning.backends import Backend, resolve_backend
-from qlightning.callbacks.artifacts import checked_paths, write
+from qlightning.callbacks.artifacts import checked_paths, finite_metrics, write
 from qlightning.callbacks.base import QuantizingCallback
 from qlightning.callbacks.loggers import Outcome, log_outcome
 from qlightning.callbacks.max_drop import Decision, MaxDrop, decide
@@ -28,9 +28,11 @@ from qlightning.callbacks.ranks import show_forward
 from qlightning.callbacks.targets import find_targets, localize
 from qlightning.errors import BackendError, ConfigError
 from qlightning.fake_quantize import WeightFakeQuantize, fake_quantizers
-from qlightning.graph.preparation import FloatChoice, ask_to_convert
+from qlightning.graph.preparation import FloatChoice, ask_to_convert, is_prepared
+from qlightning.graph.recording import Call
 from qlightning.graph.report import Report, report
 from qlightning.graph.selection import leave_in_float
+from qlightning.graph.source import Source
 from qlightning.qconfig import Mode, Pattern, QConfig
 from qlightning.version import __version__
 
@@ -76,6 +78,8 @@ class QuantizationCallback(QuantizingCallback):
         self.report: Report | None = None
         self._preparation = Preparation()
         self._modes: dict[nn.Module, bool] = {}
+        self._calls: dict[str, dict[str, list[Call]]] = {}
+        self._figures: dict[str, dict[str, float]] = {}
 
     @property
     def prepared(self) -> dict[str, nn.Module]:
@@ -129,6 +133,12 @@ class QuantizationCallback(QuantizingCallback):
         """Leaves nothing waiting on the LightningModule."""
         cancel_after_configure_model(pl_module)
 
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keeps for the report what was measured of the int8 nets."""
+        is_own = self._converted is pl_module
+        if is_own and int8_modules(pl_module):
+            self._figures["int8"] = finite_metrics(trainer)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leaves int8 modules in eval mode.
 
@@ -141,7 +151,7 @@ class QuantizationCallback(QuantizingCallback):
     def _prepare(self, pl_module: nn.Module) -> None:
         show_forward(pl_module)
         self._preparation = Preparation()
-        self.int8_modules = {}
+        self.int8_modules, self._figures, self._calls = {}, {}, {}
         self._preparation = prepare_targets(pl_module, self.qconfig, self.backend, self.modules, self.mode)
         self.report = self._report(self.prepared)
 
@@ -235,7 +245,19 @@ class QuantizationCallback(QuantizingCallback):
         # The same chain of steps went over all modules.
         chains = zip(*([step.below(name) for step in part.steps] for name, part in reports.items()), strict=True)
         steps = [replace(parts[0], layers=sum((step.layers for step in parts), ())) for parts in chains]
-        return replace(next(iter(reports.values())), layers=tuple(layers), notes=tuple(notes), steps=tuple(steps))
+        first = next(iter(reports.values()))
+        source = self._source(modules)
+        return replace(first, layers=tuple(layers), notes=tuple(notes), steps=tuple(steps), source=source)
+
+    def _source(self, modules: dict[str, nn.Module]) -> Source:
+        """What the report looks into, when it is saved."""
+        return Source(
+            title=", ".join(dict.fromkeys(type(module).__name__ for module in modules.values())),
+            int8={name: module for name, module in modules.items() if not is_prepared(module)},
+            prepared=self.prepared,
+            calls=self._calls,
+            figures=self._figures,
+        )
 
     def _has_run(self) -> bool:
         """Whether a batch has gone through a graph of ours."""

@@ -1,4 +1,4 @@
-"""What the loggers of a Trainer get of an int8 model: its files, or its report and figures."""
+"""What the loggers of a Trainer get of an int8 model: its files, its report, figures."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ class Outcome:
     root: Path
     step: int
 
+    @property
+    def report_name(self) -> str:
+        """What the report is called: by its nets where they are not the only ones, as several callbacks may work."""
+        names = [re.sub(r"[^\w.-]", "-", name) for name in self.int8 if name]
+        return "-".join(["report", *names])
+
     def named_files(self) -> Iterator[tuple[str, Path]]:
         """The files, each with its name: the path below the root, or the last part of another."""
         root = self.root.resolve()
@@ -53,9 +59,9 @@ class Outcome:
 def log_outcome(trainer: Any, outcome: Outcome) -> None:
     """Hands an outcome to those loggers of a Trainer that take such, on rank zero.
 
-    - MLFlowLogger: the files, as artifacts of the run in the folder ``int8``.
-    - WandbLogger: an artifact of type "model" with the files, named by the first of them and the run; backend, mode,
-      activation and metrics are its metadata.
+    - MLFlowLogger: the report as HTML and the files, as artifacts of the run in the folder ``int8``.
+    - WandbLogger: the report as HTML, ``int8/report``; an artifact of type "model" with the files, named by the first
+      of them and the run; backend, mode, activation and metrics are its metadata.
     - TensorBoardLogger: the report as text and, where matplotlib is installed, how often each code of a layer's weight
       occurs as figures, of the first 16 layers.
 
@@ -76,16 +82,18 @@ def log_outcome(trainer: Any, outcome: Outcome) -> None:
 
 
 def _log_to_mlflow(logger: Any, outcome: Outcome) -> None:
+    logger.experiment.log_text(logger.run_id, outcome.report.html(), f"int8/{outcome.report_name}.html")
     for name, path in outcome.named_files():
         logger.experiment.log_artifact(logger.run_id, str(path), (Path("int8") / name).parent.as_posix())
 
 
 def _log_to_wandb(logger: Any, outcome: Outcome) -> None:
-    if not outcome.files:
-        return
     import wandb  # installed, as there is a logger of it
 
     run = logger.experiment
+    run.log({f"int8/{outcome.report_name}": wandb.Html(outcome.report.html(), inject=False)})
+    if not outcome.files:
+        return
     path, facts = next(iter(outcome.files.items()))
     artifact = wandb.Artifact(
         f"{re.sub('[^a-zA-Z0-9_.-]', '-', path.stem)}-{run.id}",  # no other characters are allowed

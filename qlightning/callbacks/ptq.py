@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from qlightning.callbacks.pruning import let_prune
 from qlightning.callbacks.ranks import check_strategy, is_spawned
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.graph import facts, unprepare
+from qlightning.graph.sampling import keeping_calls
 from qlightning.qconfig import Mode, Pattern, QConfig
 from qlightning.steps.base import Step, apply_steps, checked_steps
 from qlightning.steps.subject import Subject
@@ -176,6 +177,13 @@ class PostTrainingQuantization(QuantizationCallback):
             return True
         return all(name not in placed and (facts.of(m) or {}).get("mode") == self.mode for name, m in found.items())
 
+    def _keeping_calls(self, pl_module: nn.Module) -> ExitStack:
+        """Within it the first samples are kept, which the report looks at."""
+        with ExitStack() as stack:
+            for name, module in self.prepared.items():
+                stack.enter_context(keeping_calls(module, self._calls.setdefault(name, {}), pl_module))
+            return stack.pop_all()
+
     def _calibrate(self, trainer: Any, pl_module: nn.Module) -> None:
         batches = calibration_batches(trainer, pl_module, self.calibration_data)
         for module in restore_prepared(pl_module, self.modules).values():
@@ -186,9 +194,10 @@ class PostTrainingQuantization(QuantizationCallback):
         try:
             subject = self._subject(trainer, pl_module, batches)
             apply_steps(self.steps, subject, before_calibration=True)
-            seen = calibrate_with_steps(
-                trainer, pl_module, self.prepared, batches, self.calibration_batches, self.calibration_fn
-            )
+            with self._keeping_calls(pl_module):
+                seen = calibrate_with_steps(
+                    trainer, pl_module, self.prepared, batches, self.calibration_batches, self.calibration_fn
+                )
             if self.calibration_batches is not None and seen < self.calibration_batches:
                 rank_zero_info(f"Calibrated on {seen} batches, all that there are ({self.calibration_batches} wanted).")
             if not self._has_run():

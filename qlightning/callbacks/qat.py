@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from qlightning.backends import Backend
+from qlightning.callbacks.artifacts import finite_metrics
 from qlightning.callbacks.averaging import averaging_callbacks, check_averaging, regrid, renew_copies
 from qlightning.callbacks.best import check_monitored, load_best
 from qlightning.callbacks.calibration import calibrate_with_steps, calibration_batches
@@ -31,11 +33,13 @@ from qlightning.callbacks.progress import check_finite, points_beyond, progress_
 from qlightning.callbacks.pruning import let_prune
 from qlightning.callbacks.ranks import RangeSync, check_strategy, is_spawned, sync_buffers
 from qlightning.callbacks.reestimation import reestimate_batchnorm
+from qlightning.callbacks.sampling import Sampler, interval_of, log
 from qlightning.callbacks.scales import ScaleGroups, warn_frozen
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
 from qlightning.fake_quantize import raise_nonfinite, set_fake_quant, set_observers
 from qlightning.graph import compile_graphs, is_prepared, uncompile_graphs, unprepare
+from qlightning.graph.source import Source
 from qlightning.learned import settle_all
 from qlightning.qconfig import Mode, Pattern, QConfig
 
@@ -92,6 +96,10 @@ class QuantizationAwareTraining(QuantizationCallback):
             the report says which and why. In float means before the training, or the trained weights where these are
             better. The metric is what ModelCheckpoint or
             EarlyStopping monitors, or ``MaxDrop(0.5, monitor="val_acc", mode="max")``. None: all in int8.
+        log_every: After every so many training batches the loggers get ``qat/sqnr/<layer>`` (of the weight, in dB) and
+            ``qat/clip/<place>`` (the share of an activation's values beyond its grid), each of the 32 that were worst
+            at first, and their worst and median; the report shows them all, and how the ranges moved. None: 50, or the
+            Trainer's ``log_every_n_steps`` where that is more. 0: never. The training is the same bit for bit.
 
     Attributes:
         int8_model: The int8 net after fit; a dict by name where there are several.
@@ -123,6 +131,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         calibrate: int = 0,
         distillation: Distillation | nn.Module | str | None = None,
         max_drop: float | MaxDrop | None = None,
+        log_every: int | None = None,
     ) -> None:
         super().__init__(qconfig, backend, modules, exclude, save, max_drop)
         if self.max_drop is not None and not convert:
@@ -139,6 +148,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             raise ConfigError(f"calibrate={calibrate!r}: a number of training batches is possible; 0: none.")
         if not isinstance(compile, bool):
             raise ConfigError(f"compile={compile!r}: True or False is possible.")
+        if log_every is not None and (not isinstance(log_every, int) or isinstance(log_every, bool) or log_every < 0):
+            raise ConfigError(f"log_every={log_every!r}: a number of training batches is possible; 0: never.")
         self.schedule = Schedule(
             SchedulePoint.parse(fake_quant_start, "fake_quant_start"),
             SchedulePoint.parse(freeze_observers, "freeze_observers"),
@@ -154,6 +165,9 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self._distiller:
             self._distiller.check_start(self.schedule)
         self._float_before: float | None = None
+        self.log_every = log_every
+        self._sampler: Sampler | None = None
+        self._metrics: dict[str, float] = {}
         self._int8_validation = Int8Validation()
         self._phase: Phase | None = None
         self._is_running = False
@@ -165,16 +179,19 @@ class QuantizationAwareTraining(QuantizationCallback):
 
     def state_dict(self) -> dict[str, Any]:
         points = {name: str(point) for name, point in self.schedule.points().items()}
-        state = {**super().state_dict(), "schedule": points, "position": str(self._phase) if self._phase else ""}
-        if self._float_before is not None:
-            state["float_before"] = self._float_before
-        return {**state, "teacher": self._distiller.digest} if self._distiller else state
+        position = {"schedule": points, "position": str(self._phase) if self._phase else ""}
+        before = {} if self._float_before is None else {"float_before": self._float_before}
+        teacher = {"teacher": self._distiller.digest} if self._distiller else {}
+        track = {"track": self._sampler.track.state()} if self._sampler else {}
+        return {**super().state_dict(), **position, **before, **teacher, **track}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes from a checkpoint which teacher its training has had, and how good the float net was before it."""
+        """Takes from a checkpoint the teacher, how good the float net was, and what was sampled so far."""
         self._float_before = state_dict.get("float_before")
         if self._distiller:
             self._distiller.expect(state_dict.get("teacher", ""))
+        if self._sampler and "track" in state_dict:
+            self._sampler.track.load(state_dict["track"])
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepares the nets before Lightning restores a checkpoint, wraps the model and builds the optimizers."""
@@ -197,6 +214,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         self._ranges = None
         self._is_set_up = True
         self._switch = PhaseSwitch(())
+        self._sampler = None
         if self.validate_int8:
             self._check_device(trainer)
         if self.convert == "best" and not trainer.fast_dev_run:
@@ -213,6 +231,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             self._scales = ScaleGroups(self.prepared)
             if self._distiller:
                 self._distiller.find(pl_module, self.prepared, keep=self._has_run())
+            if trainer.is_global_zero and not trainer.barebones:
+                self._sampler = Sampler(self.prepared, interval_of(trainer, self.log_every))
 
         if builds_nets_late(pl_module):
             after_configure_model(pl_module, prepare)
@@ -254,6 +274,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             batches = calibration_batches(trainer, pl_module, None)
             calibrate_with_steps(trainer, pl_module, self.prepared, batches, self.calibrate)
         self._apply(phase, trainer)
+        if self._sampler is not None:
+            self._sampler.before_batch(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the stage; after the first batch checks that the prepared nets are those that ran."""
@@ -267,6 +289,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             self._is_running = True
             if self.compile:  # now that every flag and shape has settled
                 compile_graphs(self.prepared.values())
+        if self._sampler is not None:
+            log(trainer, self._sampler.after_batch(trainer.global_step))
         if self._phase is not None and not trainer.barebones:
             # batch_size only keeps Lightning from searching the batch for it; a step's value is not averaged.
             pl_module.log(
@@ -316,6 +340,8 @@ class QuantizationAwareTraining(QuantizationCallback):
         super().on_exception(trainer, pl_module, exception)
         uncompile_graphs(self.prepared.values())
         self._is_set_up = False
+        if self._sampler is not None:
+            self._sampler.release()
         self._int8_validation.stop()
         self._stop_distilling(pl_module)
         if self._ranges is not None:
@@ -352,6 +378,10 @@ class QuantizationAwareTraining(QuantizationCallback):
         self._is_set_up = False  # also where the training was at its end before it began
         self._switch.thaw()
         uncompile_graphs(self.prepared.values())
+        metrics = finite_metrics(trainer).items()
+        self._metrics = {name: value for name, value in metrics if not name.startswith("qat/")}
+        if self._sampler is not None:
+            self._sampler.finish(trainer.global_step)
         if self._ranges is not None:
             self._ranges.relink()
         if not self._has_run():
@@ -388,6 +418,13 @@ class QuantizationAwareTraining(QuantizationCallback):
             let_prune(trainer)
             self._save(trainer, source)
 
+    def _source(self, modules: dict[str, nn.Module]) -> Source:
+        points = {name: str(point) for name, point in self.schedule.points().items()}
+        source = replace(super()._source(modules), settings=points, metrics=self._metrics)
+        if self._sampler is None:
+            return source
+        return replace(source, calls=self._sampler.calls, training=self._sampler.track.training)
+
     def _drop_idle(self) -> None:
         """Makes the nets float again that no training batch went through, such as a copy that only validation calls."""
         idle = [name for name, module in self.prepared.items() if not has_run(module)]
@@ -413,6 +450,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             self._switch.statistics.put_back()
         if self._ranges is not None:
             self._ranges.follow(observes)
+        if self._sampler is not None and phase != self._phase:
+            self._sampler.track.enter(trainer.global_step, trainer.current_epoch, phase)
         if phase != self._phase and (self._phase is not None or phase.stage != 1):
             rank_zero_info(f"Quantization, epoch {trainer.current_epoch}, step {trainer.global_step}: {phase}.")
         self._phase = phase

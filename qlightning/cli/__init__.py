@@ -1,4 +1,4 @@
-"""The command line: ``qlightning inspect | export | bench | compare``."""
+"""The command line: ``qlightning inspect | export | bench | compare | report``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
-from qlightning.cli import bench, compare, export, inspect
+from qlightning.cli import bench, compare, export, inspect, report
 from qlightning.cli.output import say, write
 from qlightning.errors import QuantizationError
 from qlightning.version import __version__
 
-_COMMANDS = (inspect, export, bench, compare)
+_COMMANDS = (inspect, export, bench, compare, report)
 _EPILOG = """\
 examples:
   qlightning inspect net.pt2
   qlightning export last.ckpt net.onnx --model torchvision.models.resnet18 num_classes=10 --input 1,3,224,224
   qlightning bench net.pt2 --batch 1 16 --threads 1 2
   qlightning compare net.pt2 net.onnx
+  qlightning report net.pt2 report.html
 
 exit status: 0 done, 1 the command failed (the reason is on stderr), 2 it was called wrongly, 130 interrupted.
 """

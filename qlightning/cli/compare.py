@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> str:
     """Runs the command, and returns what it has to say."""
     facts, _ = facts_of(options.a), facts_of(options.b)
-    inputs = _given(options.inputs, [spec.name for spec in facts.inputs]) if options.inputs else None
+    inputs = given(options.inputs, [spec.name for spec in facts.inputs]) if options.inputs else None
     inputs = inputs or nets.inputs_like(facts, options.batch if facts.inputs and facts.inputs[0].shape[0] < 0 else None)
     found = [_results(path, options, inputs) for path in (options.a, options.b)]
     outputs = list(_outputs(*found))
@@ -59,7 +59,12 @@ def run(options: argparse.Namespace) -> str:
     return shown({"outputs": outputs, "layers": layers}, _text(outputs, layers), options.json)
 
 
-def _given(path: Path, names: list[str]) -> tuple[Tensor, ...]:
+def given(path: Path, names: list[str]) -> tuple[Tensor, ...]:
+    """The inputs in a file, in the order of their names.
+
+    Raises:
+        ConfigError: One is missing.
+    """
     tensors = load_tensors(path)
     if missing := [name for name in names if not isinstance(tensors.get(name), Tensor)]:
         raise ConfigError(f"{path} has {', '.join(tensors) or 'nothing'}; a tensor {missing[0]!r} is needed.")

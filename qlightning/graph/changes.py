@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,6 +102,22 @@ def undo(model: nn.Module, changes: Mapping[str, Change]) -> None:
         tensor = tensor_at(model, path)
         if tensor.shape == change.after.shape and torch.equal(tensor.cpu(), change.after.cpu()):
             tensor.copy_(change.before)
+
+
+@contextmanager
+def originals(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
+    """Within it the tensors that steps have set have the values that they had before; as in :func:`undo`."""
+    swapped = []
+    with torch.no_grad():
+        for path, change in changes.items():
+            tensor = tensor_at(model, path)
+            swapped.append((tensor, tensor.detach().clone()))
+            tensor.copy_(change.before)
+        try:
+            yield
+        finally:
+            for tensor, value in swapped:
+                tensor.copy_(value)
 
 
 def tensor_at(model: nn.Module, path: str) -> Tensor:

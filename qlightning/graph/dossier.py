@@ -57,8 +57,8 @@ def page_of(
             figures[form] = {LATENCY: value, **figures[form]}
     examination = dossier.examine()
     training = source.training() if source.training is not None else Training()
-    steps = tuple(_step(step) for step in getattr(report, "steps", ()))
-    rows = _sensitivities(sensitivity)
+    steps = tuple(_step(step) for step in report.steps)
+    rows, unit = _sensitivities(sensitivity)
     layers = tuple(_layer(row, examination) for row in report.layers)
     return Page(
         title=source.title or "Model",
@@ -80,7 +80,7 @@ def page_of(
         length=training.length,
         stages=training.stages,
         sensitivity=rows,
-        sensitivity_unit=str(getattr(sensitivity, "unit", "")),
+        sensitivity_unit=unit,
         steps=steps,
         settings=(*dossier.settings(), *source.settings.items()),
         versions=tuple(_versions(report.backend).items()),
@@ -96,6 +96,7 @@ class _Dossier:
         self.int8, self.prepared = dict(source.int8), dict(source.prepared)
         self.calls = {name: dict(calls) for name, calls in source.calls.items()}
         self.notes: list[str] = []
+        self._given = False
         self.reference = {name: module for name, module in self.prepared.items() if is_prepared(module)}
         for name, module in self.reference.items():
             if name not in self.int8:
@@ -132,12 +133,13 @@ class _Dossier:
         if name not in self.int8:
             raise CalibrationError("report.save: no range was observed yet, so there is no grid to look at data by.")
         self.calls = {name: _calls(self.int8[name], data)}
+        self._given = True
 
     def examine(self) -> Examination:
         """Looks into every model; names are those in the whole."""
         whole = Examination()
         for name, int8 in self.int8.items():
-            found = examine(int8, self.reference.get(name), self.calls.get(name))
+            found = self._examine(name, int8)
             start = f"{name}." if name else ""
             for layer, row in found.layers.items():
                 row.grid = f"{start}{row.grid}" if row.grid else ""
@@ -149,6 +151,16 @@ class _Dossier:
             if len(self.int8) == 1:
                 whole.output_sqnr, whole.same_answer = found.output_sqnr, found.same_answer
         return whole
+
+    def _examine(self, name: str, int8: nn.Module) -> Examination:
+        try:
+            return examine(int8, self.reference.get(name), self.calls.get(name))
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            if self._given:
+                raise
+            # The first samples of a call, which were kept, may be no call where samples are not the first dimension.
+            self.notes.append(f"{name or 'The model'} does not run on the first samples of a batch: {error}")
+            return examine(int8, self.reference.get(name))
 
     def measured(self, figures: Mapping[str, Mapping[str, float]], model: nn.Module | None) -> tuple[Measured, ...]:
         """What is known of the float, the fake-quantized and the int8 model."""
@@ -244,19 +256,34 @@ def _step(step: Any) -> Step:
     return Step(step.name, step.measure, rows)
 
 
-def _sensitivities(sensitivity: Any) -> tuple[Sensitivity, ...]:
-    """Rows of a sensitivity analysis: of one, or from layers to numbers of which larger ones are worse."""
+def _sensitivities(sensitivity: Any) -> tuple[tuple[Sensitivity, ...], str]:
+    """The rows of a sensitivity analysis, the worst first, and what their bars count.
+
+    Args:
+        sensitivity: What ``qlightning.sensitivity`` gives, or numbers by layer, of which larger ones are worse.
+    """
     if sensitivity is None:
-        return ()
-    if callable(bars := getattr(sensitivity, "bars", None)):
-        return tuple(Sensitivity(*bar) for bar in bars())
-    if not isinstance(sensitivity, Mapping):
+        return (), ""
+    if isinstance(sensitivity, Mapping):
+        rows = [Sensitivity(str(name), float(value), f"{float(value):.4g}") for name, value in sensitivity.items()]
+        return tuple(sorted(rows, key=lambda row: -row.value)), ""
+    if not hasattr(sensitivity, "ranking"):
         raise ConfigError(
             f"report.save: sensitivity={type(sensitivity).__name__}: what qlightning.sensitivity() gives is possible, "
             "or a mapping from layers to numbers."
         )
-    rows = [Sensitivity(str(name), float(value), f"{float(value):.4g}") for name, value in sensitivity.items()]
-    return tuple(sorted(rows, key=lambda row: -row.value))
+    alone = sensitivity.mode == "only"
+    rows = []
+    for layer in sensitivity.ranking:
+        # Noise against signal, of which half is 6 dB less; or the decibels gained.
+        value = 10 ** (-layer.sqnr_db / 20) if alone else layer.sqnr_db - sensitivity.sqnr_db
+        shown = f"{layer.sqnr_db:.1f} dB" if alone else f"{value:+.1f} dB"
+        note = "" if layer.drop is None else f"{sensitivity.metric_name} drop {layer.drop:.4g}"
+        rows.append(Sensitivity(layer.name, value, shown, note))
+    whole = f"with all layers in int8 it is {sensitivity.sqnr_db:.1f} dB"
+    if alone:
+        return tuple(rows), f"the SQNR of the output with this layer alone in int8; {whole}. Bars are noise"
+    return tuple(rows), f"what the SQNR of the output gains where this layer alone stays float; {whole}"
 
 
 def _missing(
@@ -282,7 +309,10 @@ def _missing(
     if not training.history.steps:
         yield "Ranges over training", "they are sampled while QuantizationAwareTraining trains."
     if not sensitivity:
-        yield "Sensitivity", "what each layer costs takes an analysis of its own: save(path, sensitivity=...)."
+        yield (
+            "Sensitivity",
+            "what each layer costs takes an analysis of its own: save(path, sensitivity=qlightning.sensitivity(...)).",
+        )
 
 
 def _size(modules: Iterable[nn.Module]) -> int:

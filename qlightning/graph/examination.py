@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from qlightning.backends.qdq import QUANTIZE, QUANTIZE_PER_CHANNEL, layer_path
 from qlightning.graph.capture import module_device
+from qlightning.graph.changes import originals
 from qlightning.graph.code_use import CodeUse, evenly
-from qlightning.graph.preparation import captured_roots
+from qlightning.graph.preparation import Preparation, captured_roots
 from qlightning.graph.recording import (
     Call,
     FloatRun,
@@ -94,7 +97,8 @@ def examine(
     Args:
         int8: A model from ``convert``; left as it is. Its graphs are run in QDQ form, whatever its backend.
         reference: A prepared model of the same structure, that stands for the float one: it is run without rounding,
-            in eval mode, and left as it is. None: nothing is compared with float.
+            in eval mode, and left as it is. None: nothing is compared with float. Where steps of post-training
+            quantization have changed it, layers are compared with what they left, and the output with what was before.
         calls: By the name of the captured module (as ``captured_roots`` has it), calls of it.
     """
     found = Examination()
@@ -102,11 +106,20 @@ def examine(
     floats = dict(captured_roots(reference)) if reference is not None else {}
     for path, root in captured_roots(int8):
         _weights(path, root, floats.get(path), found)
-        one = _RootExamination(path, root, floats.get(path))
+        one = _RootExamination(path, root, floats.get(path), _before_steps(reference))
         for call in given.get(path, ()):
             one.run(call)
         one.report(found)
     return found
+
+
+def _before_steps(reference: nn.Module | None) -> Callable[[], AbstractContextManager[None]] | None:
+    """A context in which a prepared model is as it was before steps changed it; None where none has."""
+    preparation: Preparation | None = None if reference is None else reference.__dict__.get("_preparation")
+    if preparation is None or not preparation.changes:
+        return None
+    assert reference is not None
+    return partial(originals, reference, preparation.changes)
 
 
 def _weights(path: str, root: nn.Module, reference: nn.Module | None, found: Examination) -> None:
@@ -154,8 +167,15 @@ def _folded_weights(root: nn.Module) -> dict[str, Tensor]:
 class _RootExamination:
     """Runs calls of one captured module in int8 and in float, and compares."""
 
-    def __init__(self, path: str, root: nn.Module, reference: nn.Module | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        root: nn.Module,
+        reference: nn.Module | None,
+        before_steps: Callable[[], AbstractContextManager[None]] | None,
+    ) -> None:
         self._path, self._root, self._reference = path, root, reference
+        self._before_steps = before_steps
         self._prefix = f"{path}." if path else ""
         self._results: dict[str, Noise] = {}
         self._grids: dict[str, tuple[fx.Node, CodeUse]] = {}
@@ -203,7 +223,11 @@ class _RootExamination:
             def layer(name: str, value: Tensor) -> None:
                 exact[name] = evenly(value, KEPT).float().cpu().clone()  # what follows may write in place
 
-            return FloatRun(self._reference, known[0].graph, layer).run(*known[1])
+            result = FloatRun(self._reference, known[0].graph, layer).run(*known[1])
+            if self._before_steps is None:
+                return result
+            with self._before_steps():
+                return FloatRun(self._reference, known[0].graph, lambda *_: None).run(*known[1])
 
     def _compare(self, exact: Any, found: Any) -> None:
         pairs = [(a, b) for a, b in zip(tree_leaves(exact), tree_leaves(found), strict=False) if isinstance(a, Tensor)]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
 
 from qlightning.backends.qdq import QUANTIZE, QUANTIZE_PER_CHANNEL, layer_path
 from qlightning.fake_quantize import FakeQuantize, WeightFakeQuantize
@@ -33,34 +34,40 @@ class Call:
     kwargs: Mapping[str, Any]
 
     def cut(self, samples: int) -> Call:
-        """The same call with the first samples alone of every tensor; copies, on the CPU, without gradients."""
+        """The same call with the first samples alone; copies, on the CPU, without gradients.
+
+        A tensor whose first size is that of the first tensor is taken to have a sample in each of its rows.
+        """
+        size = self.samples
 
         def first(value: Any) -> Any:
-            return value[:samples].detach().cpu().clone() if isinstance(value, Tensor) and value.dim() else value
+            if not isinstance(value, Tensor):
+                return value
+            part = value[:samples] if value.dim() and len(value) == size else value
+            return part.detach().cpu().clone()
 
-        return Call(tuple(_mapped(first, v) for v in self.args), {k: _mapped(first, v) for k, v in self.kwargs.items()})
+        return self._mapped(first)
 
     def to(self, device: torch.device) -> Call:
         """The same call on another device."""
+        return self._mapped(lambda value: value.to(device) if isinstance(value, Tensor) else value)
 
-        def moved(value: Any) -> Any:
-            return value.to(device) if isinstance(value, Tensor) else value
-
-        return Call(tuple(_mapped(moved, v) for v in self.args), {k: _mapped(moved, v) for k, v in self.kwargs.items()})
+    def _mapped(self, function: Callable[[Any], Any]) -> Call:
+        args, kwargs = tree_map(function, (self.args, dict(self.kwargs)))
+        return Call(args, kwargs)
 
     @property
     def samples(self) -> int:
         """The first size of the first tensor; 0 where there is none."""
-        found = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor) and v.dim()]
-        return len(found[0]) if found else 0
+        return len(self._tensors[0]) if self._tensors else 0
 
+    def numel(self) -> int:
+        """The elements of all tensors."""
+        return sum(tensor.numel() for tensor in self._tensors)
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _mapped(function, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_mapped(function, item) for item in value)
-    return function(value)
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [v for v in tree_leaves((self.args, dict(self.kwargs))) if isinstance(v, Tensor) and v.dim()]
 
 
 @contextmanager

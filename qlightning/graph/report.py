@@ -115,15 +115,27 @@ class Report:
             True
         """
         check_target(path)
+        text = self.html(data=data, model=model, figures=figures, sensitivity=sensitivity, latency=latency)
+        with written_whole(path) as temporary:
+            Path(temporary).write_text(text, encoding="utf-8")
+        return Path(path)
+
+    def html(
+        self,
+        *,
+        data: Iterable[Any] | None = None,
+        model: nn.Module | None = None,
+        figures: Mapping[str, Mapping[str, float]] | None = None,
+        sensitivity: Any = None,
+        latency: bool = False,
+    ) -> str:
+        """The text that :meth:`save` writes; arguments and errors are the same."""
         given = dict(figures or {})
         if unknown := set(given) - {"float", "fake_quant", "int8"}:
             raise ConfigError(
                 f"report.save: figures of {sorted(unknown)}; 'float', 'fake_quant' and 'int8' are possible."
             )
-        text = render(page_of(self, data, model, given, sensitivity, latency))
-        with written_whole(path) as temporary:
-            Path(temporary).write_text(text, encoding="utf-8")
-        return Path(path)
+        return render(page_of(self, data, model, given, sensitivity, latency))
 
     @property
     def int8_layers(self) -> list[LayerReport]:

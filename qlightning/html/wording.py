@@ -50,13 +50,15 @@ def number(value: float | None) -> str:
 
 
 def megabytes(size: int | None) -> str:
-    """Bytes as megabytes of a million.
+    """Bytes as megabytes of a million, or as kilobytes of a thousand.
 
     Example:
-        >>> megabytes(271_000), megabytes(None)
-        ('0.27 MB', '–')
+        >>> megabytes(1_271_000), megabytes(27_100), megabytes(None)
+        ('1.27 MB', '27.1 kB', '–')
     """
-    return NONE if size is None else f"{size / 1e6:.2f} MB"
+    if size is None:
+        return NONE
+    return f"{size / 1e6:.2f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"
 
 
 def milliseconds(value: float | None) -> str:

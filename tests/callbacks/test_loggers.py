@@ -19,6 +19,7 @@ from torch import nn
 from qlightning import PostTrainingQuantization, QuantizationAwareTraining, load
 from qlightning.callbacks import loggers
 from tests.callbacks.nets import loader, samples, task, trainer
+from tests.html.documents import parse
 
 FILES = ["net.pt2", "files/second.pt2"]
 
@@ -118,7 +119,10 @@ def tensorboard_events(logger):
 def test_mlflow_gets_the_files(pl, tmp_path):
     logger, callback = mlflow_logger(pl, tmp_path), QuantizationAwareTraining(save=FILES)
     trainer(pl, tmp_path, callback, logger=logger, max_epochs=1).fit(task(pl), loader(), loader())
-    assert mlflow_files(logger) == {f"int8/{name}": (tmp_path / name).read_bytes() for name in FILES}
+    found = mlflow_files(logger)
+    shown = parse(found.pop("int8/report-net.html").decode()).text()
+    assert all(layer.name in shown for layer in callback.report.layers)
+    assert found == {f"int8/{name}": (tmp_path / name).read_bytes() for name in FILES}
     assert logger.experiment.get_run(logger.run_id).info.status == "FINISHED"
 
 
@@ -139,10 +143,14 @@ def test_wandb_gets_one_artifact_with_the_files_and_their_facts(pl, tmp_path):
     }
 
 
-def test_wandb_gets_nothing_where_no_file_is_written(pl, tmp_path):
+def test_wandb_gets_the_report_alone_where_no_file_is_written(pl, tmp_path):
     logger = wandb_logger(pl, tmp_path)
-    trainer(pl, tmp_path, QuantizationAwareTraining(), logger=logger, max_epochs=1).fit(task(pl), loader())
+    callback = QuantizationAwareTraining()
+    trainer(pl, tmp_path, callback, logger=logger, max_epochs=1).fit(task(pl), loader())
     assert wandb_artifacts(tmp_path) == []
+    (page,) = tmp_path.rglob("*.html")
+    shown = parse(page.read_text()).text()
+    assert all(layer.name in shown for layer in callback.report.layers)
 
 
 def test_tensorboard_gets_the_report_and_the_codes_of_each_layer(pl, tmp_path):
@@ -197,7 +205,7 @@ def test_each_of_several_loggers_gets_its_share(pl, tmp_path):
     callback = PostTrainingQuantization(save=FILES, calibration_data=loader())
     several = [pl.loggers.CSVLogger(tmp_path / "csv"), *known]
     trainer(pl, tmp_path, callback, logger=several).test(task(pl), loader(), verbose=False)
-    assert sorted(mlflow_files(known[0])) == ["int8/files/second.pt2", "int8/net.pt2"]
+    assert sorted(mlflow_files(known[0])) == ["int8/files/second.pt2", "int8/net.pt2", "int8/report-net.html"]
     assert list(tensorboard_events(known[1])[0]) == ["int8/net"]
     assert {path.name for path in (tmp_path / "csv").rglob("*.*")} == {"metrics.csv"}
 

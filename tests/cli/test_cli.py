@@ -12,6 +12,7 @@ from qlightning import QuantizationAwareTraining, load, save, save_tensors
 from qlightning.cli import main
 from tests.callbacks.nets import loader, samples, task
 from tests.export.nets import encoder_int8, small_int8
+from tests.html.documents import parse
 
 SMALL = "tests.export.nets.Small"
 
@@ -201,6 +202,24 @@ def test_compare(folder, tmp_path, capsys):
     assert json.loads(out)["layers"] == []
 
 
+@pytest.mark.parametrize("name", ["net.pt2", "net.safetensors"])
+def test_report(folder, tmp_path, capsys, name):
+    x, _ = samples(16, seed=3)
+    save_tensors({"x": x}, tmp_path / "x.safetensors")
+    out, model = tmp_path / "report.html", ["--model", SMALL] if name == "net.safetensors" else []
+    status, said, _ = called(
+        "report", folder / name, out, *model, "--inputs", tmp_path / "x.safetensors", capsys=capsys
+    )
+    assert (status, str(out) in said) == (0, True)
+    page = parse(out.read_text())
+    assert len(page.find("table", class_="sortable")[0].find("tbody")[0].find("tr")) == 5
+    assert page.text().count("Input: distribution on the grid") == 5
+    if name == "net.pt2":
+        assert "50.00\xa0%" in page.text()  # the accuracy that the file carries
+    status, _, err = called("report", tmp_path / "net.onnx", out, capsys=capsys)
+    assert (status, ".safetensors files can be looked into" in err) == (1, True)
+
+
 def test_compare_refuses_what_cannot_be_compared(folder, tmp_path, capsys):
     save(encoder_int8()[0], tmp_path / "encoder.pt2")
     status, _, err = called("compare", folder / "net.pt2", tmp_path / "encoder.pt2", capsys=capsys)
@@ -255,7 +274,7 @@ def test_a_wrong_call_has_exit_status_2(arguments, capsys):
     assert "usage: qlightning" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["inspect", "export", "bench", "compare"])
+@pytest.mark.parametrize("command", ["inspect", "export", "bench", "compare", "report"])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as found:
         main([command, "--help"])

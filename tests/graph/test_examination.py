@@ -13,9 +13,13 @@ from torch import Tensor, nn
 import qlightning
 from qlightning import QConfig, QScheme, calibrate, convert, prepare, quantize_model
 from qlightning.errors import CalibrationError, ConfigError
+from qlightning.graph.calibrate import run_batches
 from qlightning.graph.code_use import CodeUse
 from qlightning.graph.examination import examine
 from qlightning.graph.recording import Call
+from qlightning.steps import BiasCorrection, CrossLayerEqualization
+from qlightning.steps.base import apply_steps
+from qlightning.steps.subject import Subject
 from tests.html.documents import parse
 
 
@@ -184,6 +188,38 @@ def test_figures_and_sensitivities_of_others_are_shown(made, tmp_path) -> None:
     text = parse(text.read_text()).text()
     for shown in ("91.73", "91.71", "2.00 ms", "1.5", "0.25"):
         assert shown in text
+
+
+@pytest.mark.parametrize("mode", ["only", "all_but"])
+def test_a_sensitivity_analysis_is_shown_worst_first(made, tmp_path, mode) -> None:
+    net, _, int8, images = made
+    costs = qlightning.sensitivity(net, [images], mode=mode, backend="reference", progress=False)
+    document = parse(qlightning.report(int8).save(tmp_path / "r.html", sensitivity=costs).read_text())
+    names = [bar.text() for bar in document.find("span", class_="who")]
+    assert names == [layer.name for layer in costs.ranking]
+    assert f"{costs.sqnr_db:.1f} dB" in document.text()
+
+
+def test_steps_are_shown_and_the_output_is_compared_with_the_original(tmp_path) -> None:
+    torch.manual_seed(0)
+    net = Net().eval()
+    images = [torch.randn(8, 3, 12, 12)]
+    prepared = prepare(copy.deepcopy(net), mode="ptq", backend="reference")
+    steps = [CrossLayerEqualization(), BiasCorrection()]
+    subject = Subject({"": prepared}, lambda context: run_batches(prepared, images, context))
+    apply_steps(steps, subject, before_calibration=True)
+    calibrate(prepared, images)
+    apply_steps(steps, subject, before_calibration=False)
+    int8 = convert(prepared)
+    before = {name: tensor.clone() for name, tensor in prepared.state_dict().items()}
+    found = examine(int8, prepared, {"": [Call((images[0],), {})]})
+    with torch.no_grad():
+        assert found.output_sqnr == pytest.approx(ratio(net(images[0]), int8(images[0])), abs=1e-2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in prepared.state_dict().items())
+    text = parse(qlightning.report(prepared).save(tmp_path / "r.html").read_text()).text()
+    for step in qlightning.report(prepared).steps:
+        assert step.name in text
+        assert all(row.what in text for row in step.layers)
 
 
 def test_wrong_arguments_are_named_before_anything_is_written(made, tmp_path) -> None:
