@@ -22,6 +22,10 @@ class CaptureError(QuantizationError, RuntimeError):
     """A module whose forward cannot be turned into a graph."""
 
 
+class InputError(QuantizationError, RuntimeError):
+    """An input that an int8 model cannot compute: its shape or its dtype is none that the model was made with."""
+
+
 class CalibrationError(QuantizationError, RuntimeError):
     """Ranges that cannot be had: no batch, a layer that never ran."""
 

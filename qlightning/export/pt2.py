@@ -30,7 +30,7 @@ from qlightning.export.metadata import Metadata, Notes, collect, dtype_of, input
 from qlightning.files import written_whole
 from qlightning.graph.bind import bind
 from qlightning.graph.convert import ConvertedModule, stays_in_eval
-from qlightning.graph.programs import Captured, Program
+from qlightning.graph.programs import Int8Captured, Program
 from qlightning.graph.qdq_module import QDQModule, with_free_batch
 from qlightning.graph.report import LayerReport, Report, converted_layer
 from qlightning.graph.signature import describe_call
@@ -362,7 +362,7 @@ def _bound(root: nn.Module, graph: fx.Graph, facts: Metadata, backend: Backend) 
     cls = types.new_class("Int8Model", (_Loaded,), {}, lambda body: body.update(forward=_forward(names)))
     root.__class__ = cls
     spec, _ = describe_call(inspect.signature(root.forward), tuple(torch.empty(0) for _ in names), {})
-    captured = Captured(cls, None)
+    captured = Int8Captured(cls)
     program = Program(backend.lower(graph, root), (), graph)
     program.example = tuple((spec.example, dtype_of(spec.dtype)) for spec in facts.inputs)
     captured.add(spec, False, program)

@@ -21,7 +21,7 @@ from qlightning.graph import state
 from qlightning.graph.bind import COMPILED, GRAPH_MODULES, BoundModule, bind
 from qlightning.graph.failure import TraceError
 from qlightning.graph.preparation import CONV_TYPES, Grid, Preparation, PreparedModule, captured_roots, is_prepared
-from qlightning.graph.programs import Captured, Example, Program
+from qlightning.graph.programs import Captured, Example, Int8Captured, Program
 from qlightning.graph.qdq import GraphConversion, Source
 from qlightning.graph.ranges import WIDE, wide
 from qlightning.graph.reads import Read
@@ -254,7 +254,7 @@ class _RootConversion:
         self._root = self._copy_tree()
         qdq = [(spec, reads, self._to_qdq(graph)) for spec, reads, graph in programs]
         self._finish_tree([graph for _, _, graph in qdq])
-        captured = Captured(self._class if self._keep_class else _Standalone, None)
+        captured = Int8Captured(self._class if self._keep_class else _Standalone)
         captured.follow(self._captured)
         for spec, reads, graph in qdq:
             program = Program(self._backend.lower(graph, self._root), reads, graph)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qlightning.backends import kernels
-from qlightning.errors import CaptureError, QuantizationError
+from qlightning.errors import CaptureError, InputError, QuantizationError
 from qlightning.graph.failure import TraceError
 from qlightning.graph.joined import with_joined_activations
 from qlightning.graph.reads import Read, matcher
@@ -241,6 +241,48 @@ class Captured:
                 )
             del known[0]
         return program
+
+
+class Int8Captured(Captured):
+    """The graphs of a module in int8, which are not traced any more.
+
+    Args:
+        original: The class of the module, whose forward was traced.
+    """
+
+    def __init__(self, original: type[nn.Module]) -> None:
+        super().__init__(original, None)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph for these arguments.
+
+        Raises:
+            CaptureError: There is none.
+            InputError: It cannot compute them, and one of them differs from what it was made with.
+        """
+        if torch.compiler.is_compiling():
+            return super().run(module, args, kwargs)
+        try:
+            return super().run(module, args, kwargs)
+        except (RuntimeError, AssertionError) as error:
+            if type(error) in (RuntimeError, AssertionError) and (differing := self._unlike(module, args, kwargs)):
+                raise InputError(f"{self.original.__name__}, in int8: {differing} {str(error).strip()}") from error
+            raise
+
+    def _unlike(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The arguments whose shapes, batches apart, or dtypes differ from the first ones; empty where none does."""
+        spec, leaves = describe_call(self.signature, args, kwargs)
+        example = next((p.example for p in self.programs.get((spec, module.training), []) if p.example), ())
+        found = [
+            f"its input {name!r} is {_looks(leaf.shape, leaf.dtype)}; it was made with {_looks(shape, dtype)}."
+            for name, leaf, (shape, dtype) in zip(spec.leaf_names, leaves, example, strict=False)
+            if leaf.dtype != dtype or (leaf.dim(), leaf.shape[1:]) != (len(shape), shape[1:])
+        ]
+        return " ".join(found)
+
+
+def _looks(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
 
 
 def _differing(programs: list[Program]) -> list[str]:

@@ -26,14 +26,19 @@ from qlightning import (
     report,
     save,
 )
-from qlightning.backends import backends
-from qlightning.errors import BackendError, CalibrationError, CaptureError, ConfigError, NonFiniteError
+from qlightning.backends import available, backends
+from qlightning.errors import BackendError, CalibrationError, CaptureError, ConfigError, InputError, NonFiniteError
 from qlightning.fake_quantize import fake_quantizers
+from qlightning.graph.programs import Captured
 from qlightning.observers import HistogramObserver, MinMaxObserver, Observer
 
 
 def build() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+
+
+def str_shape(x: Tensor) -> str:
+    return "x".join(map(str, x.shape))
 
 
 def image() -> Tensor:
@@ -390,3 +395,25 @@ def test_mistakes_in_observers_and_settings_are_named() -> None:
         quantize_model(net, [x], observer=lambda: MinMaxObserver(QScheme()))
     with pytest.raises(ConfigError, match=r"a qlightning\.QConfig or None is needed, not a builtins\.str"):
         prepare(net, "int8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("x", [torch.randn(2, 4, 8, 8), torch.randn(2, 9), torch.randn(1, 1, 3, 8, 8)], ids=str_shape)
+@pytest.mark.parametrize("backend", [name for name in ("onednn", "reference", "x86") if name in available()])
+def test_an_input_of_a_wrong_shape_is_named(backend: str, x: Tensor) -> None:
+    int8 = quantize_model(build().eval(), [image()], backend=backend)
+    with pytest.raises(InputError, match=r"'input' is float32 .*; it was made with float32 \(2, 3, 8, 8\)") as error:
+        int8(x)
+    assert str(tuple(x.shape)) in str(error.value)
+    assert error.value.__cause__ is not None
+    assert int8(image()[:1]).shape == (1, 2)
+
+
+def test_errors_are_what_they_were_where_inputs_are_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    int8 = quantize_model(build().eval(), [image()], backend="reference")
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("of its own")
+
+    monkeypatch.setattr(Captured, "run", fails)
+    with pytest.raises(RuntimeError, match=r"^of its own$"):
+        int8(image()[:1])
