@@ -13,6 +13,7 @@ from recipes.sweep import Run, collect
 
 RESULTS = Path(__file__).parent / "results"
 _BLOCK = re.compile(r"(<!-- figures: (\w+) (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_RUN = re.compile(r"(<!-- run: (\w+) -->\n).*?(<!-- end of run -->)", re.DOTALL)
 _NETS = {
     "resnet20_cifar": "ResNet-20",
     "resnet56_cifar": "ResNet-56",
@@ -50,8 +51,27 @@ def read(name: str) -> list[Run]:
 
 
 def rendered(page: str) -> str:
-    """Writes the figures of a page anew: what stands between ``<!-- figures: NAME RECIPE -->`` and its end."""
+    """Writes the figures of a page anew.
+
+    They stand between ``<!-- figures: NAME RECIPE -->``, for the runs of a recipe in ``results/NAME.json``, or
+    ``<!-- run: RECIPE -->``, for the one in ``results/RECIPE.json``, and the end of that.
+    """
+    page = _RUN.sub(lambda found: f"{found[1]}{_run(found[2])}{found[3]}", page)
     return _BLOCK.sub(lambda found: f"{found[1]}{_figures(found[2], found[3])}{found[4]}", page)
+
+
+def _run(recipe: str) -> str:
+    result = json.loads((RESULTS / f"{recipe}.json").read_text(encoding="utf-8"))
+    table = _table(metrics.HEADER, metrics.rows(result))
+    versions = result["versions"]
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "torchvision", "pytorch-lightning"))
+    machine = f"{versions['cpu']}, {versions['threads']} threads"
+    layers = f"{result['int8_layers']} layers in int8, {result['float_layers']} in float."
+    return f"{table}\n\n{layers} The run took {result['seconds']:.0f} s ({machine}; {packages}).\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
 
 
 def _figures(name: str, recipe: str) -> str:
@@ -76,9 +96,8 @@ def _figures(name: str, recipe: str) -> str:
             "latency (ms)",
         )
         lines = [_row(group) for group in groups.values()]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
     commands = "\n".join(_command_of(group) for group in groups.values())
-    return f"{table}\n\n{_conditions(runs)}\n\n```sh\n{commands}\n```\n"
+    return f"{_table(head, lines)}\n\n{_conditions(runs)}\n\n```sh\n{commands}\n```\n"
 
 
 def _float_row(run: Run) -> Sequence[str]:
