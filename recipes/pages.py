@@ -21,6 +21,7 @@ _NETS = {
     "mobilenet_v3_cifar_half": "MobileNetV3-Large, half width",
 }
 _SEEDS = ("seed", "data.calibration_seed")
+_COMMON = ("+recipe", "model", "model.weights", "data", "data.path", "backend", *_SEEDS)
 _HIDDEN = ("+trainer.enable_progress_bar", "trainer.logger")
 
 
@@ -94,6 +95,7 @@ def _figures(name: str, recipe: str) -> str:
             "mean less float",
             "size (MB)",
             "latency (ms)",
+            "with",
         )
         lines = [_row(group) for group in groups.values()]
     commands = "\n".join(_command_of(group) for group in groups.values())
@@ -125,7 +127,9 @@ def _row(group: Sequence[Run]) -> Sequence[str]:
         for key in ("size_mb", "latency_ms")
     )
     drop = f"{100 * (mean - base):+.2f}"
-    return (_net(group[0]), int8[0]["backend"], metrics.percent(base), metrics.percent(mean), spread, drop, *pairs)
+    settings = [f"{key}={value}" for key, value in group[0].overrides.items() if key not in _COMMON]
+    found_by = (metrics.percent(base), metrics.percent(mean), spread, drop)
+    return (_net(group[0]), int8[0]["backend"], *found_by, *pairs, ", ".join(settings) or "-")
 
 
 def _conditions(runs: Sequence[Run]) -> str:
