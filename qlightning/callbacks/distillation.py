@@ -142,8 +142,10 @@ class Distiller:
 
         Raises:
             ConfigError: It optimizes by hand; the names of the teachers are not those of the nets; several nets and no
-                word on the loss.
+                word on the loss; a teacher is a net that it teaches, or trained along with it.
         """
+        for teacher in self._given():
+            _check_apart(teacher, prepared)
         if not pl_module.automatic_optimization:
             raise ConfigError(
                 f"distillation with {type(pl_module).__name__}.automatic_optimization=False: the step calls backward "
@@ -166,6 +168,13 @@ class Distiller:
                 f"distillation: teachers for {', '.join(map(repr, self._teachers))}, but the nets are "
                 f"{', '.join(map(repr, prepared))}. Give a dict with a teacher for each name."
             )
+
+    def _given(self) -> list[nn.Module]:
+        """The teachers that the user has given."""
+        given = self.settings.teacher
+        if isinstance(given, nn.Module):
+            return [given]
+        return list(given.values()) if isinstance(given, Mapping) else []
 
     def start(self, trainer: Any, pl_module: Any, prepared: Mapping[str, nn.Module]) -> None:
         """Adds the loss to every training step from now on.
@@ -237,6 +246,25 @@ class Distiller:
         with torch.no_grad():
             answer = teacher(*args, **kwargs)
         self._losses.append(self.settings.between(output, answer))
+
+
+def _check_apart(teacher: nn.Module, prepared: Mapping[str, nn.Module]) -> None:
+    """Raises a ConfigError for a teacher that is quantized, or that has parameters of a net and is trained with it."""
+    own = {id(parameter) for parameter in teacher.parameters()}
+    for name, module in prepared.items():
+        net = repr(name) if name else "the LightningModule"
+        if module is teacher:
+            others = [other for other in prepared if other != name]
+            leave = f" Where others are to be quantized and not it, name them: modules={others!r}." if others else ""
+            raise ConfigError(
+                f"distillation: the teacher is {net}, which is quantized itself. As it stands when the training begins "
+                f"it teaches with teacher='float'; otherwise give a copy.deepcopy() of it.{leave}"
+            )
+        if any(parameter.requires_grad and id(parameter) in own for parameter in module.parameters()):
+            raise ConfigError(
+                f"distillation: the teacher shares parameters with {net} that are trained, so that it would not stand "
+                "still. Give a copy.deepcopy() of it, or set requires_grad_(False) on it where it is frozen."
+            )
 
 
 def _divergence(output: Any, answer: Any, temperature: float) -> Tensor:

@@ -192,6 +192,47 @@ def test_several_nets_need_a_loss_that_suits_all(tmp_path):
         fit(tmp_path, Distillation({"body": teachers["body"]}, loss="mse"), TwoNets())
 
 
+def the_net(model):
+    return model.net
+
+
+def with_a_layer_of_the_net(model):
+    teacher = copy.deepcopy(model.net)
+    teacher.fc = model.net.fc
+    return teacher
+
+
+def beside_the_net(model):
+    model.teacher = copy.deepcopy(model.net).requires_grad_(False)
+    return model.teacher
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        (the_net, r"the teacher is 'net', which is quantized itself.* copy.deepcopy\(\)"),
+        (with_a_layer_of_the_net, "shares parameters with 'net'"),
+        (beside_the_net, r"the teacher is 'teacher'.* modules=\['net'\]"),
+    ],
+)
+@pytest.mark.parametrize("loss", [None, "mse"])
+def test_a_teacher_that_is_taught_is_refused(tmp_path, teacher, message, loss):
+    model = task(pl)
+    given = Distillation(teacher(model), loss=loss)
+    before, modes = state_of(model), [module.training for module in model.modules()]
+    with pytest.raises(ConfigError, match=message):
+        fit(tmp_path, given, model)
+    assert_same_state(state_of(model), before)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_frozen_teacher_may_stand_beside_the_net(tmp_path):
+    model = task(pl)
+    before = state_of(beside_the_net(model))
+    fit(tmp_path, model.teacher, model, settings={"modules": ["net"]})
+    assert_same_state(state_of(model.teacher), before)
+
+
 def test_the_forward_of_the_lightning_module_is_taught(tmp_path):
     from tests.callbacks.test_qat import Direct
 
