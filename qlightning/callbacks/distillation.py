@@ -201,12 +201,14 @@ class Distiller:
             with self._asking():
                 output = original(*args, **kwargs)
             losses, self._losses = self._losses, []
-            if output is None or not losses:  # None: Lightning skips the step
+            is_dict = isinstance(output, Mapping)
+            # None: Lightning skips the step. A dict without a loss: it says what is wrong.
+            if output is None or not losses or (is_dict and "loss" not in output):
                 return output
             loss = torch.stack(losses).mean()
             if not trainer.barebones:
                 pl_module.log("qat/distillation", loss.detach(), on_step=True, on_epoch=False, batch_size=1)
-            if isinstance(output, Mapping):
+            if is_dict:
                 return {**output, "loss": output["loss"] + loss}
             return output + loss
 

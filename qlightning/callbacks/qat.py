@@ -37,7 +37,7 @@ from qlightning.callbacks.sampling import Sampler, interval_of, log
 from qlightning.callbacks.scales import ScaleGroups, warn_frozen
 from qlightning.callbacks.schedule import FREEZE_BN, FREEZE_OBSERVERS, Phase, Schedule, SchedulePoint
 from qlightning.errors import CalibrationError, ConfigError, NonFiniteError, QuantizationError
-from qlightning.fake_quantize import raise_nonfinite, set_fake_quant, set_observers
+from qlightning.fake_quantize import fake_quantizers, raise_nonfinite, set_fake_quant, set_observers
 from qlightning.graph import compile_graphs, is_prepared, uncompile_graphs, unprepare
 from qlightning.graph.source import Source
 from qlightning.learned import settle_all
@@ -83,7 +83,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             step, after the optimizer.
         calibrate: Right before fake quantization starts, takes the ranges from so many training batches, in eval mode,
             as post-training quantization does; 0: from the batches that are trained on. Until then nothing is
-            observed, so that a float phase costs what float training does. Nets that have ranges keep these.
+            observed, so that a float phase costs what float training does. Nets that have ranges keep these. What is
+            converted without ever having been rounded, as training ended before or was best before, is calibrated then.
         distillation: A second loss, on the difference from what a teacher answers: ``"float"`` (the nets themselves, as
             they stand when the training begins), a module, or a :class:`Distillation`. It is added to what
             ``training_step`` returns, and logged as ``qat/distillation``.
@@ -270,9 +271,8 @@ class QuantizationAwareTraining(QuantizationCallback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Applies the schedule; before every batch, because Lightning and users switch modes in between."""
         phase = self.schedule.at(progress_of(trainer))
-        if self.calibrate and phase.fake_quant and not self._has_run():
-            batches = calibration_batches(trainer, pl_module, None)
-            calibrate_with_steps(trainer, pl_module, self.prepared, batches, self.calibrate)
+        if phase.fake_quant:
+            self._calibrate(trainer, pl_module)
         self._apply(phase, trainer)
         if self._sampler is not None:
             self._sampler.before_batch(pl_module)
@@ -384,6 +384,8 @@ class QuantizationAwareTraining(QuantizationCallback):
             self._sampler.finish(trainer.global_step)
         if self._ranges is not None:
             self._ranges.relink()
+        if self._is_running:  # it may have ended before fake quantization started
+            self._calibrate(trainer, pl_module)
         if not self._has_run():
             raise CalibrationError(
                 "Fit had no training batch, so no range was observed. Check the training loader, and whether epoch "
@@ -406,6 +408,7 @@ class QuantizationAwareTraining(QuantizationCallback):
                 regrid(module, weights=swa)
         sync_buffers(trainer, self.prepared)
         source = load_best(trainer, pl_module) if self.convert == "best" else ""
+        self._calibrate(trainer, pl_module)  # the best may be from before fake quantization started
         if self.reestimate_bn:
             batches = calibration_batches(trainer, pl_module, None)
             reestimate_batchnorm(trainer, pl_module, self.prepared, batches, self.reestimate_bn)
@@ -424,6 +427,17 @@ class QuantizationAwareTraining(QuantizationCallback):
         if self._sampler is None:
             return source
         return replace(source, calls=self._sampler.calls, training=self._sampler.track.training)
+
+    def _calibrate(self, trainer: Any, pl_module: Any) -> None:
+        """Takes the ranges from training batches, where that is asked for and there are none yet."""
+        if self.calibrate and not self._has_run():
+            batches = calibration_batches(trainer, pl_module, None)
+            try:
+                calibrate_with_steps(trainer, pl_module, self.prepared, batches, self.calibrate)
+            except BaseException:  # a further fit starts afresh, and not with a part of the batches
+                for fq in (fq for module in self.prepared.values() for _, fq in fake_quantizers(module)):
+                    fq.reset()
+                raise
 
     def _drop_idle(self) -> None:
         """Makes the nets float again that no training batch went through, such as a copy that only validation calls."""

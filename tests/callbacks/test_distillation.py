@@ -149,6 +149,15 @@ def test_steps_may_return_dicts_or_nothing(tmp_path):
     assert seen == [0, None, 2, 3]
 
 
+def test_a_dict_without_a_loss_is_left_to_lightning(tmp_path):
+    class Empty(type(task(pl))):
+        def training_step(self, batch, batch_idx):
+            return {"los": super().training_step(batch, batch_idx)}
+
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="'loss' key"):
+        fit(tmp_path, "float", Empty())
+
+
 def test_a_function_may_compare(tmp_path):
     calls = []
 

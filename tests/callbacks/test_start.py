@@ -87,6 +87,64 @@ def test_a_float_phase_observes_nothing_and_is_calibrated_at_its_end(tmp_path):
     assert all(scale > 0 for scale, _ in watch.grids[2].values())
 
 
+class Stop(pl.Callback):
+    """Ends the training behind its first epoch, as EarlyStopping may."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = True
+
+
+def assert_calibrated(callback, count):
+    """The ranges are those of a calibration of the weights that were converted."""
+    module = callback.prepared["net"]
+    twin = copy.deepcopy(module)
+    for _, fq in fake_quantizers(twin):
+        fq.reset()
+    calibrate(twin, loader(), num_batches=count)
+    assert_same(grids(module), grids(twin))
+    assert callback.int8_model is not None
+
+
+@pytest.mark.parametrize("learned", [None, "lsq"])
+def test_a_training_that_ends_in_its_float_phase_is_calibrated_at_its_end(tmp_path, learned):
+    settings = {"qconfig": QConfig(learned=learned), "fake_quant_start": 1, "freeze_observers": 2}
+    _, callback = fit(tmp_path, callbacks=[Stop()], calibrate=3, max_epochs=3, **settings)
+    assert_calibrated(callback, 3)
+
+
+def test_the_best_of_the_float_phase_is_calibrated(tmp_path):
+    best = pl.callbacks.ModelCheckpoint(monitor="qat/stage", mode="min")
+    _, callback = fit(
+        tmp_path, callbacks=[best], calibrate=3, max_epochs=2, fake_quant_start=1, freeze_observers=2, convert="best"
+    )
+    saved = torch.load(best.best_model_path, weights_only=True)["state_dict"]
+    assert torch.equal(callback.prepared["net"].conv1.weight, saved["net.conv1.weight"])
+    assert_calibrated(callback, 3)
+
+
+def test_a_calibration_that_fails_leaves_nothing_to_a_further_fit(tmp_path):
+    class Fails(type(task(pl))):
+        calls = 0
+
+        def validation_step(self, batch, batch_idx):
+            Fails.calls += 1
+            if Fails.calls == 2:
+                raise ValueError("no such batch")
+            return super().validation_step(batch, batch_idx)
+
+    settings = {"calibrate": 3, "fake_quant_start": 1, "freeze_observers": 2, "max_epochs": 2}
+    settings["qconfig"] = QConfig(activation_observer=MinMaxObserver)
+    model = Fails()
+    with pytest.raises(CalibrationError, match="no such batch"):
+        fit(tmp_path, model, train=loader(scale=10.0), **settings)
+    watch = Watch()
+    fit(tmp_path, model, watch, **{**settings, "fake_quant_start": 0})
+    twin = prepare(task(pl).net, settings["qconfig"])
+    calibrate(twin, loader(), num_batches=3)
+    first = next(iter(grids(twin)))  # reads the images, whatever the weights have become
+    assert_same({first: watch.grids[0][first]}, {first: grids(twin)[first]})
+
+
 def test_learned_scales_start_from_a_calibration(tmp_path):
     watch = Watch()
     _, callback = fit(tmp_path, None, watch, calibrate=4, qconfig=QConfig(learned=True))
