@@ -94,4 +94,4 @@ def _check_goal(max_drop: float | None, metric: Metric | None, evaluation_data: 
             f"max_drop={max_drop:g} of what? Give metric=..., a function of the model or of outputs and targets."
         )
     if evaluation_data is not None:
-        check_batches(evaluation_data)
+        check_batches(evaluation_data, "evaluation_data")

@@ -13,7 +13,7 @@ from torch import nn
 from qlightning.analysis.metric import Metric, scorer
 from qlightning.analysis.probe import evaluating
 from qlightning.analysis.sensitivity import LayerSensitivity, measure
-from qlightning.errors import AccuracyError, ConfigError
+from qlightning.errors import AccuracyError, CalibrationError, ConfigError
 from qlightning.graph.convert import convert
 from qlightning.graph.preparation import FloatChoice, Preparation
 from qlightning.graph.selection import Selection, leave_in_float
@@ -209,8 +209,11 @@ def keep_within(prepared: nn.Module, batches: Sequence[Any], metric: Metric, max
 
     Raises:
         ConfigError: The metric cannot be used, or ``max_drop`` is not in its units.
+        CalibrationError: There is no batch.
         AccuracyError: No layer can be in int8.
     """
+    if not batches:
+        raise CalibrationError("max_drop: there is no batch to measure on: evaluation_data is empty.")
     scored = scorer(metric, batches)
     goal = Goal(max_drop, scored.name, scored.higher_is_better)
     ranking = measure(prepared, batches[:RANKING_BATCHES]).ranking

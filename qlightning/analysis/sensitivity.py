@@ -19,7 +19,7 @@ from qlightning.analysis.metric import Metric, Scorer, scorer
 from qlightning.analysis.probe import Call, Probe, evaluating
 from qlightning.backends import Backend
 from qlightning.errors import CalibrationError, ConfigError
-from qlightning.graph.calibrate import calibrate, call_arguments, check_batches
+from qlightning.graph.calibrate import calibrate, call_arguments, check_batches, check_num_batches
 from qlightning.graph.capture import module_device
 from qlightning.graph.prepare import prepare
 from qlightning.qconfig import Pattern, QConfig
@@ -207,7 +207,8 @@ def sensitivity(
     """
     if mode not in ("only", "all_but"):
         raise ConfigError(f"mode={mode!r}: 'only' or 'all_but' is possible.")
-    check_batches(data)
+    check_num_batches(num_batches)
+    check_batches(data, "data")
     batches = list(islice(data, num_batches))
     if not batches:
         raise CalibrationError("There is no batch to measure on: the data is empty.")

@@ -43,10 +43,7 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, num_batches: int |
     """
     if not is_prepared(prepared):
         raise ConfigError(f"{type(prepared).__name__} is not prepared: call prepare(model, mode='ptq') first.")
-    if num_batches is not None and (
-        isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1
-    ):
-        raise ConfigError(f"num_batches={num_batches!r}: a positive integer or None is possible.")
+    check_num_batches(num_batches)
     check_batches(batches)
     if not run_batches(prepared, itertools.islice(batches, num_batches), calibrating(prepared)):
         raise CalibrationError("There is no calibration batch: the data is empty.")
@@ -87,12 +84,20 @@ def run_batches(prepared: nn.Module, batches: Iterable[Any], context: AbstractCo
     return seen
 
 
-def check_batches(batches: Any) -> None:
-    """Raises a ConfigError for calibration data that is one batch, or cannot be iterated over."""
+def check_num_batches(num_batches: Any) -> None:
+    """Raises a ConfigError for a number of batches that is none."""
+    if num_batches is not None and (
+        isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1
+    ):
+        raise ConfigError(f"num_batches={num_batches!r}: a positive integer or None is possible.")
+
+
+def check_batches(batches: Any, name: str = "calibration data") -> None:
+    """Raises a ConfigError for data that is one batch, or cannot be iterated over; ``name`` is what it is called."""
     one_batch = isinstance(batches, (torch.Tensor, Mapping))
     if one_batch or isinstance(batches, (str, bytes)) or not _is_iterable(batches):
         hint = "; did you mean [x]?" if one_batch else "."
-        raise ConfigError(f"calibration data is an iterable of batches, got a {type(batches).__name__}{hint}")
+        raise ConfigError(f"{name} is an iterable of batches, got a {type(batches).__name__}{hint}")
 
 
 def _is_iterable(value: Any) -> bool:

@@ -129,7 +129,7 @@ class _Dossier:
             self.reference = {name: _twin(model, self.int8.get(name))}
         if data is None:
             return
-        check_batches(data)
+        check_batches(data, "data")
         if name not in self.int8:
             raise CalibrationError("report.save: no range was observed yet, so there is no grid to look at data by.")
         self.calls = {name: _calls(self.int8[name], data)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qlightning import QConfig, QScheme, quantize_model, report
 from qlightning.analysis.max_drop import Choice, Goal, choose, keep_within
 from qlightning.analysis.sensitivity import LayerSensitivity
-from qlightning.errors import AccuracyError, ConfigError
+from qlightning.errors import AccuracyError, CalibrationError, ConfigError
 from qlightning.graph.calibrate import calibrate
 from qlightning.graph.prepare import prepare
 
@@ -158,7 +158,7 @@ def test_after_an_error_the_choice_before_counts(net: nn.Module, batches: list[t
         ({"max_drop": True, "metric": accuracy}, "max_drop=True: a number from 0 on"),
         ({"max_drop": 0.5}, "max_drop=0.5 of what"),
         ({"metric": accuracy}, "metric and evaluation_data serve max_drop"),
-        ({"max_drop": 1, "metric": accuracy, "evaluation_data": torch.zeros(1)}, "iterable of batches"),
+        ({"max_drop": 1, "metric": accuracy, "evaluation_data": torch.zeros(1)}, "evaluation_data is an iterable"),
     ],
 )
 def test_settings_that_cannot_be_used(
@@ -166,3 +166,8 @@ def test_settings_that_cannot_be_used(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         quantize_model(net, batches, backend="reference", **arguments)
+
+
+def test_without_data_to_measure_on_there_is_no_choice(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
+    with pytest.raises(CalibrationError, match="no batch to measure on: evaluation_data is empty"):
+        quantize_model(net, batches, backend="reference", max_drop=1, metric=accuracy, evaluation_data=[])

@@ -169,5 +169,10 @@ def test_data_that_cannot_be_used_is_an_error(net: nn.Module, batches: list[tupl
         measure(net, [x for x, _ in batches], metric=margin)
     with pytest.raises(CalibrationError, match="no batch"):
         measure(net, [])
+    with pytest.raises(ConfigError, match=r"data is an iterable of batches, got a Tensor; did you mean \[x\]"):
+        measure(net, batches[0][0])
+    for number in (0, -1, True, 1.5):
+        with pytest.raises(ConfigError, match=f"num_batches={number}: a positive integer or None"):
+            measure(net, batches, num_batches=number)
     with pytest.raises(ConfigError, match="mode='each': 'only' or 'all_but'"):
         measure(net, batches, mode="each")
