@@ -47,7 +47,7 @@ def calculate_qparams(min_val: Tensor, max_val: Tensor, scheme: QScheme) -> tupl
         NonFiniteError: A bound is NaN or infinite.
         CalibrationError: A minimum is above its maximum, which means that nothing was observed.
 
-    Example:
+    Examples:
         >>> scale, zero_point = calculate_qparams(torch.tensor(0.0), torch.tensor(2.55), QScheme(signed=False))
         >>> round(scale.item(), 4), zero_point.item()
         (0.01, 0)
@@ -133,7 +133,7 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: QScheme) -> T
     Raises:
         ConfigError: The scale does not fit ``x`` along the axis, or ``x`` has no such axis.
 
-    Example:
+    Examples:
         >>> quantize(torch.tensor([-1.0, 0.25, 9.0]), torch.tensor(0.5), torch.tensor(0), QScheme(bits=4))
         tensor([-2,  0,  7], dtype=torch.int8)
     """
@@ -154,7 +154,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor, axis: int | Non
     Raises:
         ConfigError: The scale does not fit the codes along the axis, or they have no such axis.
 
-    Example:
+    Examples:
         >>> dequantize(torch.tensor([-2, 0, 7], dtype=torch.int8), torch.tensor(0.5), torch.tensor(0))
         tensor([-1.0000,  0.0000,  3.5000])
     """
@@ -190,7 +190,7 @@ def fake_quantize(
     Raises:
         ConfigError: The scale does not fit ``x`` along the axis, or ``x`` has no such axis.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([-9.0, 0.3, 0.8], requires_grad=True)
         >>> y = fake_quantize(x, torch.tensor(0.5), torch.tensor(0), QScheme(bits=4))
         >>> y.tolist()
@@ -222,7 +222,7 @@ def sqnr(reference: Tensor, other: Tensor) -> float:
     Raises:
         ConfigError: The shapes differ.
 
-    Example:
+    Examples:
         >>> round(sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])), 6)
         20.0
     """

@@ -45,7 +45,7 @@ class ArtifactError(QuantizationError, ValueError):
 def closest(name: str, candidates: Iterable[str]) -> str:
     """Returns the hint ``" Did you mean 'x'?"`` for a mistyped name, or an empty string.
 
-    Example:
+    Examples:
         >>> closest("fbgem", ["fbgemm", "onednn"])
         " Did you mean 'fbgemm'?"
     """

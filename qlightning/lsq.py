@@ -31,7 +31,7 @@ class LearnedScales:
     Raises:
         ConfigError: None of the two, or a rate that is no number above zero.
 
-    Example:
+    Examples:
         >>> LearnedScales.of("weights")
         LearnedScales(activations=False, weights=True, lr_factor=1.0)
     """
@@ -103,7 +103,7 @@ def learned_fake_quantize(
         scheme: The grid.
         gradient_scale: See :func:`gradient_scale`.
 
-    Example:
+    Examples:
         >>> x, step = torch.tensor([-0.4, 0.6, 9.0]), torch.tensor(1.0, requires_grad=True)
         >>> grid = step.detach(), torch.tensor(0)
         >>> y = learned_fake_quantize(x, step, None, *grid, QScheme(bits=2), gradient_scale=1.0)

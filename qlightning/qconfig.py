@@ -48,7 +48,7 @@ class QConfig:
     Raises:
         ConfigError: A field has the wrong type.
 
-    Example:
+    Examples:
         >>> config = QConfig(exclude=("head",), overrides={"stem.*": QConfig(weight=QScheme(symmetric=True))})
         >>> config.activation.bits
         8

@@ -33,7 +33,7 @@ def choose_qparams(x: Tensor, qscheme: QScheme | torch.dtype, reduce_range: bool
         CalibrationError: ``x`` is empty.
         NonFiniteError: ``x`` has NaN or infinity.
 
-    Example:
+    Examples:
         >>> scale, zero_point = choose_qparams(torch.tensor([-1.0, 1.55]), torch.quint8)
         >>> round(float(scale), 4), int(zero_point)
         (0.01, 100)

@@ -26,7 +26,7 @@ class QScheme:
     Raises:
         ConfigError: A value is out of its limits.
 
-    Example:
+    Examples:
         >>> QScheme().quant_min, QScheme().quant_max
         (-128, 127)
         >>> QScheme(bits=7, signed=False).quant_max

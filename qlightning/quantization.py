@@ -60,7 +60,7 @@ def quantize_model(
         QuantizationError: As :func:`prepare`, :func:`calibrate` and :func:`convert` raise.
         AccuracyError: ``max_drop`` cannot be met with any layer in int8.
 
-    Example:
+    Examples:
         >>> import torch
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
         >>> int8 = quantize_model(net, [torch.randn(4, 3, 8, 8)], backend="reference")

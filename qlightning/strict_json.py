@@ -12,7 +12,7 @@ def parse(text: str | bytes) -> Any:
     Raises:
         ValueError: It is no such text, or nested deeper than Python can read.
 
-    Example:
+    Examples:
         >>> parse('{"bits": 8}')
         {'bits': 8}
         >>> parse('{"bits": 8, "bits": 4}')

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells under a head, in columns of equal width.
 
-    Example:
+    Examples:
         >>> print(aligned(("layer", "bits"), [("conv", "8"), ("fc", "4")]))
         layer  bits
         -----  ----

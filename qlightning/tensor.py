@@ -54,7 +54,7 @@ class QuantizedTensor:
     Raises:
         ConfigError: They do not fit together; says which and why.
 
-    Example:
+    Examples:
         >>> q = quantize(torch.tensor([[-1.0, 0.3], [2.0, 5.0]]), 0.05, 0, QScheme())
         >>> q.int_repr()
         tensor([[-20,   6],
@@ -354,7 +354,7 @@ def quantize(
         ConfigError: ``x`` is no float tensor, or scale and zero point fit neither it nor the scheme.
         NonFiniteError: ``x`` has NaN, which has no code. Infinities saturate.
 
-    Example:
+    Examples:
         >>> quantize(torch.tensor([0.1, 0.24]), 0.1, 10, torch.quint8).int_repr()
         tensor([11, 12], dtype=torch.uint8)
     """
@@ -386,7 +386,7 @@ def quantize_per_channel(
     Raises:
         ConfigError, NonFiniteError: As :func:`quantize`.
 
-    Example:
+    Examples:
         >>> q = quantize_per_channel(torch.eye(2), torch.tensor([0.1, 0.5]), torch.tensor([0, 1]), axis=0)
         >>> q.int_repr()
         tensor([[10,  0],

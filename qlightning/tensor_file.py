@@ -39,7 +39,7 @@ def save_tensors(tensors: Mapping[str, Tensor | QuantizedTensor], path: str | Pa
         ConfigError: Two entries would have the same name in the file, or a value is no tensor.
         ImportError: safetensors is not installed.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from qlightning import quantize
         >>> q = quantize(torch.tensor([0.5, 1.0]), 0.5, 0)

@@ -37,7 +37,7 @@ class Trial:
 def marked(trials: Sequence[Trial]) -> list[Trial]:
     """Says of each trial whether it is one of the best.
 
-    Example:
+    Examples:
         >>> trials = [Trial({}, 0.9, 0.5), Trial({}, 0.8, 0.4), Trial({}, 0.8, 0.5), Trial({}, error="no such kernel")]
         >>> [trial.best for trial in marked(trials)]
         [True, True, False, False]

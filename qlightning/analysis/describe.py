@@ -136,7 +136,7 @@ def describe(q: QuantizedTensor, original: Tensor | None = None) -> Description:
     Raises:
         ConfigError: ``q`` is no QuantizedTensor, or ``original`` no float tensor of its shape.
 
-    Example:
+    Examples:
         >>> from qlightning import QScheme, quantize
         >>> x = torch.tensor([-1.0, -0.2, 0.0, 0.1, 5.0])
         >>> print(describe(quantize(x, 0.25, 0, QScheme(bits=3)), x))

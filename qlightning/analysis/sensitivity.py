@@ -198,7 +198,7 @@ def sensitivity(
         ConfigError: A setting or the metric cannot be used.
         QuantizationError: As :func:`prepare` and :func:`calibrate` raise.
 
-    Example:
+    Examples:
         >>> import torch
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
         >>> found = sensitivity(net, [torch.randn(4, 3, 8, 8)], backend="reference", progress=False)

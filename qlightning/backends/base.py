@@ -118,7 +118,7 @@ def missing_packages(extra: str, packages: tuple[str, ...]) -> str:
 def cpu_features() -> str:
     """The vector instructions that matter to int8 kernels, as a list in words.
 
-    Example:
+    Examples:
         >>> bool(cpu_features())
         True
     """

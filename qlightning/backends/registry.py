@@ -31,7 +31,7 @@ def resolve_backend(backend: str | Backend) -> Backend:
         ConfigError: No backend has this name.
         BackendError: This machine cannot run it.
 
-    Example:
+    Examples:
         >>> resolve_backend("reference").name
         'reference'
     """

@@ -41,7 +41,7 @@ class Distillation:
     Raises:
         ConfigError: A value cannot be used.
 
-    Example:
+    Examples:
         >>> Distillation.of("float").temperature
         1.0
     """

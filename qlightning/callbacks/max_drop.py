@@ -174,12 +174,15 @@ def float_value(trainer: Any, pl_module: Any, prepared: dict[str, nn.Module], ma
     Raises:
         ConfigError: As :func:`decide` raises.
     """
+    goal = max_drop.goal(trainer)
     loaders = validation_loaders(trainer, pl_module, max_drop.data)
     evaluation = Evaluation(trainer, pl_module, prepared, loaders, 1 if trainer.fast_dev_run else max_drop.batches)
     with ExitStack() as stack:
         for module in prepared.values():
             stack.enter_context(Selection(module).rounding()).only(())
-        return evaluation.value(max_drop.goal(trainer).metric)
+        value = evaluation.value(goal.metric)
+    goal.check_units(value)
+    return value
 
 
 def _named(measured: Mapping[str, Sensitivity]) -> Iterator[LayerSensitivity]:

@@ -106,6 +106,7 @@ class QuantizationAwareTraining(QuantizationCallback):
         int8_model: The int8 net after fit; a dict by name where there are several.
         prepared: The prepared nets by name.
         report: What runs in int8, what stayed float and why.
+        decision: With ``max_drop``: the layers that were left in float, what they cost, and the metric of the rest.
 
     Raises:
         ConfigError: A setting cannot be used; when the callback is built, or when ``fit`` sets up and before it trains.

@@ -44,7 +44,7 @@ class SchedulePoint:
         unit: ``"epoch"``, ``"step"`` (optimizer steps, ``trainer.global_step``) or ``"fraction"``.
         value: The number of these.
 
-    Example:
+    Examples:
         >>> SchedulePoint.parse("1000 steps")
         SchedulePoint(unit='step', value=1000)
         >>> SchedulePoint.parse(0.75).reached(Progress(epoch=2, step=80, fraction=0.8))

@@ -78,7 +78,7 @@ def save(
         ImportError: A library that the kind of file needs is not installed.
         OSError: No file can be written there; said before any work is done.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> from qlightning import quantize_model
         >>> int8 = quantize_model(nn.Sequential(nn.Linear(4, 2)), [torch.randn(8, 4)])

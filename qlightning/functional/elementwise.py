@@ -42,7 +42,7 @@ def requantize(
 ) -> QuantizedTensor:
     """The same values on another grid.
 
-    Example:
+    Examples:
         >>> from qlightning import quantize
         >>> requantize(quantize(torch.tensor([0.5, 1.0]), 0.01, 0), scale=0.5, zero_point=3).int_repr()
         tensor([4, 5], dtype=torch.int8)

@@ -62,7 +62,7 @@ def conv2d(
 
     Arguments as for :func:`conv1d`.
 
-    Example:
+    Examples:
         >>> from qlightning import QScheme, quantize
         >>> x = quantize(torch.ones(1, 1, 3, 3), 0.01, 0, torch.quint8)
         >>> w = quantize(torch.full((1, 1, 3, 3), 0.5), 0.1, 0, QScheme(symmetric=True))

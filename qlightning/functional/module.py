@@ -34,7 +34,7 @@ class QFunctional(nn.Module):
     Raises:
         ConfigError: They do not fit together.
 
-    Example:
+    Examples:
         >>> from qlightning import quantize
         >>> x = quantize(torch.tensor([1.0, 2.0]), 0.1, 0)
         >>> QFunctional(scale=0.5, zero_point=0, scheme=QScheme()).add(x, x).int_repr()

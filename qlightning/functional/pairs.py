@@ -18,7 +18,7 @@ from qlightning.tensor import QuantizedTensor
 def add(a: QuantizedTensor, b: QuantizedTensor, **grid: Unpack[Grid]) -> QuantizedTensor:
     """``a + b``; shapes broadcast.
 
-    Example:
+    Examples:
         >>> from qlightning import quantize
         >>> a, b = quantize(torch.tensor([1.0, 2.0]), 0.5, 0), quantize(torch.tensor([0.25, 9.0]), 0.25, 0)
         >>> add(a, b, scale=0.5, zero_point=0).dequantize()

@@ -23,6 +23,7 @@ from qlightning.graph.preparation import Preparation, PreparedModule, float_reas
 from qlightning.graph.programs import Captured, Program
 from qlightning.graph.signature import CallSpec
 from qlightning.nn.qat import QATLayer, check_layer, layer_type, swap_in, swap_out
+from qlightning.nn.quantized import QuantizedLayer
 from qlightning.qconfig import Mode, ObserverFactory, Pattern, QConfig, Resolver
 from qlightning.vocabulary import Kind
 
@@ -60,7 +61,7 @@ def prepare(
         BackendError: The backend cannot run here, or does not take the schemes.
         CaptureError: No part of the model with layers can be traced.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> net = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), backend="reference")
         >>> list(net.state_dict())[:2]
@@ -169,6 +170,8 @@ def _nothing(model: nn.Module, reasons: dict[str, str], failures: Iterable[Trace
     if reasons:
         spelled = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:5])
         raise ConfigError(f"Nothing in {kind} is left to quantize ({spelled}).")
+    if any(isinstance(module, QuantizedLayer) for module in model.modules()):
+        raise ConfigError(f"{kind} is in int8 already: give the float model that it was made from.")
     raise ConfigError(f"{kind} has nothing to quantize: no convolution and no linear layer.")
 
 

@@ -63,7 +63,7 @@ def ranges(prepared: nn.Module) -> Ranges:
     Raises:
         ConfigError: It is not prepared.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from qlightning import calibrate, prepare
         >>> net = prepare(nn.Sequential(nn.Linear(2, 1)), mode="ptq")

@@ -99,11 +99,11 @@ class Report:
             The path.
 
         Raises:
-            ConfigError: An argument cannot be used.
+            ConfigError: An argument cannot be used, or the file has another suffix than .html.
             CalibrationError: ``data`` is given, and no range was observed.
             OSError: The file cannot be written.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> import torch
             >>> from qlightning import quantize_model
@@ -114,6 +114,8 @@ class Report:
             >>> path.read_text().startswith("<!DOCTYPE html>")
             True
         """
+        if Path(path).suffix not in (".html", ".htm"):
+            raise ConfigError(f"{path}: a report is written as HTML; name the file with the suffix .html.")
         check_target(path)
         text = self.html(data=data, model=model, figures=figures, sensitivity=sensitivity, latency=latency)
         with written_whole(path) as temporary:

@@ -21,7 +21,7 @@ def spell(graph: fx.Graph, root: nn.Module) -> list[str]:
         graph: The graph.
         root: The module it belongs to.
 
-    Example:
+    Examples:
         >>> from torch.fx import symbolic_trace
         >>> net = symbolic_trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Flatten(2)))
         >>> spell(net.graph, net)

@@ -10,7 +10,7 @@ NONE = "–"
 def decibel(value: float | None) -> str:
     """A ratio in dB, without the unit.
 
-    Example:
+    Examples:
         >>> decibel(38.25), decibel(float("inf")), decibel(None)
         ('38.2', 'exact', '–')
     """
@@ -24,7 +24,7 @@ def decibel(value: float | None) -> str:
 def percent(share: float | None) -> str:
     r"""A share of 0 to 1 in percent, with the digits that it has.
 
-    Example:
+    Examples:
         >>> percent(0.9173), percent(0.00002), percent(0.0), percent(None)
         ('91.73\xa0%', '0.002\xa0%', '0\xa0%', '–')
     """
@@ -39,7 +39,7 @@ def percent(share: float | None) -> str:
 def number(value: float | None) -> str:
     """A number in four digits.
 
-    Example:
+    Examples:
         >>> number(1234567.0), number(-0.012345), number(None)
         ('1.235e+06', '-0.01235', '–')
     """
@@ -52,7 +52,7 @@ def number(value: float | None) -> str:
 def megabytes(size: int | None) -> str:
     """Bytes as megabytes of a million, or as kilobytes of a thousand.
 
-    Example:
+    Examples:
         >>> megabytes(1_271_000), megabytes(27_100), megabytes(None)
         ('1.27 MB', '27.1 kB', '–')
     """
@@ -64,7 +64,7 @@ def megabytes(size: int | None) -> str:
 def milliseconds(value: float | None) -> str:
     """A time in milliseconds, or that it was not measured.
 
-    Example:
+    Examples:
         >>> milliseconds(3.2), milliseconds(None)
         ('3.20 ms', 'not measured')
     """
@@ -74,7 +74,7 @@ def milliseconds(value: float | None) -> str:
 def metric(value: float | None, name: str) -> str:
     r"""A metric, an accuracy in percent; or that it was not measured.
 
-    Example:
+    Examples:
         >>> metric(0.9173, "test/accuracy"), metric(1.5, "loss"), metric(None, "loss")
         ('91.73\xa0%', '1.5', 'not measured')
     """

@@ -46,7 +46,7 @@ class FloatFunctional(nn.Module):
     Forward hooks on it see the name of the operation and its operands; a module with hooks is called in one piece, in
     float.
 
-    Example:
+    Examples:
         >>> f = FloatFunctional()
         >>> f.add_relu(torch.tensor([1.0, -3.0]), torch.tensor([2.0, 2.0]))
         tensor([3., 0.])

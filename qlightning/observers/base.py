@@ -44,7 +44,7 @@ class Observer(nn.Module):
     Raises:
         ConfigError: A setting is unknown.
 
-    Example:
+    Examples:
         >>> class AbsMax(Observer):
         ...     def __init__(self, scheme: QScheme) -> None:
         ...         super().__init__(scheme)

@@ -32,7 +32,7 @@ class EntropyObserver(CountingObserver):
     Raises:
         ConfigError: There are too few bins.
 
-    Example:
+    Examples:
         >>> observer = EntropyObserver(QScheme(bits=4))
         >>> _ = observer(torch.cat([torch.linspace(-1, 1, 10_000), torch.tensor([30.0])]))
         >>> low, high = observer.range()

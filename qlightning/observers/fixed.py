@@ -25,7 +25,7 @@ class FixedRangeObserver(Observer):
     Raises:
         ConfigError: It is no range of finite numbers.
 
-    Example:
+    Examples:
         >>> observer = FixedRangeObserver(QScheme(signed=False), 0.0, 1.0)
         >>> _ = observer(torch.tensor([0.2, 7.0]))
         >>> observer.range()

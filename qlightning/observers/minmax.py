@@ -21,7 +21,7 @@ class MinMaxObserver(Observer):
         scheme: The grid; with an axis, one range for each slice along it.
         nonfinite: ``"raise"`` an error at NaN and infinity, or ``"skip"`` them.
 
-    Example:
+    Examples:
         >>> observer = MinMaxObserver(QScheme(axis=0))
         >>> _ = observer(torch.tensor([[-1.0, 2.0], [0.5, 3.0]]))
         >>> observer.range()

@@ -30,7 +30,7 @@ class MovingAverageObserver(MinMaxObserver):
     Raises:
         ConfigError: The averaging constant is out of its limits.
 
-    Example:
+    Examples:
         >>> observer = MovingAverageObserver(QScheme(), averaging_constant=0.5)
         >>> for batch in (torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 3.0])):
         ...     _ = observer(batch)

@@ -38,7 +38,7 @@ class MSEObserver(Observer):
     Raises:
         ConfigError: A setting is off its limits.
 
-    Example:
+    Examples:
         >>> observer = MSEObserver(QScheme(bits=4))
         >>> _ = observer(torch.cat([torch.linspace(-1, 1, 10_000), torch.tensor([30.0])]))
         >>> low, high = observer.range()

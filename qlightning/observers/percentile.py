@@ -29,7 +29,7 @@ class PercentileObserver(CountingObserver):
     Raises:
         ConfigError: The percentiles are off their limits, or there are too few bins.
 
-    Example:
+    Examples:
         >>> observer = PercentileObserver(QScheme(), lower=0.0, upper=99.0)
         >>> _ = observer(torch.cat([torch.linspace(-1, 1, 1000), torch.tensor([30.0])]))
         >>> low, high = observer.range()

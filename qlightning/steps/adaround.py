@@ -49,7 +49,7 @@ class AdaRound(Step):
     Raises:
         ConfigError: A setting cannot be used.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> from qlightning import quantize_model, report

@@ -24,7 +24,7 @@ class ReestimateBatchNorm(Step):
     batches that are not small: on others it cost 1.0 to 3.5 points of accuracy (docs/ptq.md). BiasCorrection has no
     such risk.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> from qlightning import quantize_model, report

@@ -34,7 +34,7 @@ class BiasCorrection(Step):
     Raises:
         ConfigError: ``mode`` is another one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> from qlightning import quantize_model, report

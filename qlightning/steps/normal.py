@@ -55,7 +55,7 @@ def clipped_normal_mean(mean: Tensor, std: Tensor, low: float, high: float) -> T
         low: May be minus infinity.
         high: May be infinity.
 
-    Example:
+    Examples:
         >>> clipped_normal_mean(torch.zeros(1), torch.ones(1), 0.0, math.inf)
         tensor([0.3989])
     """

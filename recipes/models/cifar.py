@@ -104,7 +104,7 @@ def _stage(in_channels: int, channels: int, *, stride: int, blocks: int) -> nn.S
 def resnet_cifar(depth: int, num_classes: int = 10, weights: str | Path | None = None) -> CifarResNet:
     """Builds a ``CifarResNet``, with the weights of a file where one is given (see ``load_weights``).
 
-    Example:
+    Examples:
         >>> sum(p.numel() for p in resnet_cifar(20).parameters())
         269722
     """
@@ -141,7 +141,7 @@ def mobilenet_v3_cifar(
         width_mult: Channels against the original.
         weights: A file of weights (see ``load_weights``), or None for random ones.
 
-    Example:
+    Examples:
         >>> mobilenet_v3_cifar(width_mult=0.5).classifier[-1].out_features
         10
     """

@@ -27,7 +27,7 @@ def torchvision_model(
     Raises:
         ConfigError: The model or the weights are unknown, or made for another number of classes without ``new_head``.
 
-    Example:
+    Examples:
         >>> torchvision_model("resnet18", num_classes=10).fc.out_features
         10
     """

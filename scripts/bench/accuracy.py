@@ -66,7 +66,7 @@ def compared(reference: Tensor, found: Tensor, labels: Tensor) -> Row:
         found: Those of the int8 net.
         labels: The classes, (N,).
 
-    Example:
+    Examples:
         >>> float_logits, int8_logits = torch.eye(4), torch.eye(4)[[0, 1, 3, 3]]
         >>> row = compared(float_logits, int8_logits, torch.tensor([0, 1, 2, 0]))
         >>> row["accuracy"], row["drop"], row["broken"], row["agreement"]

@@ -117,7 +117,7 @@ def _held(results: Results) -> Iterator[str]:
 def standard_error(rows: Sequence[Row], images: int) -> float:
     """Of a drop in points, from the predictions that quantization has broken and mended: that of McNemar's test.
 
-    Example:
+    Examples:
         >>> standard_error([{"broken": 60, "mended": 40}], images=10_000)
         0.1
     """

@@ -341,3 +341,16 @@ def test_settings_that_cannot_be_used(arguments: dict[str, Any], message: str) -
         MaxDrop(**arguments)
     with pytest.raises(ConfigError, match="convert=False"):
         QuantizationAwareTraining(max_drop=0.5, convert=False)
+
+
+def test_points_of_a_wrong_unit_are_refused_before_the_training(net: nn.Module, tmp_path: Any) -> None:
+    class Accurate(Imitation):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.net(batch[0])
+            self.log("accuracy", torch.tensor(0.9))
+
+    module = Accurate(copy.deepcopy(net))
+    training = trainer(pl, tmp_path, qat(max_drop=MaxDrop(1.0, monitor="accuracy", mode="max")))
+    with pytest.raises(ConfigError, match=r"percentage points are max_drop=0\.01"):
+        training.fit(module, loader(), loader())
+    assert training.global_step == 0

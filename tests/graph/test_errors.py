@@ -417,3 +417,17 @@ def test_errors_are_what_they_were_where_inputs_are_as_ever(monkeypatch: pytest.
     monkeypatch.setattr(Captured, "run", fails)
     with pytest.raises(RuntimeError, match=r"^of its own$"):
         int8(image()[:1])
+
+
+def test_an_int8_net_is_not_quantized_again() -> None:
+    images = [torch.randn(2, 3, 8, 8)]
+    int8 = quantize_model(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), images, backend="reference")
+    with pytest.raises(ConfigError, match="is in int8 already"):
+        quantize_model(int8, images)
+
+
+def test_a_report_is_no_pdf(tmp_path: Path) -> None:
+    prepared = prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    with pytest.raises(ConfigError, match=r"suffix \.html"):
+        report(prepared).save(tmp_path / "report.pdf")
+    assert not list(tmp_path.iterdir())
