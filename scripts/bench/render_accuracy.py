@@ -170,18 +170,22 @@ def _versions(results: Results) -> Iterator[str]:
 
 def draw(results: Results, path: Path) -> None:
     """A row of panels a net: every seed a dot, the mean a line."""
-    tools, nets = results.tools, list(results.nets)
+    tools_of = {net: [tool for tool in results.tools if results.rows(net, tool)] for net in results.nets}
+    nets, counts = list(tools_of), [len(tools) for tools in tools_of.values()]
     figure, panels = plt.subplots(
-        len(nets), len(PICTURED), figsize=(10, 0.8 + len(nets) * (0.6 + 0.23 * len(tools))), squeeze=False
+        len(nets),
+        len(PICTURED),
+        figsize=(10, 0.8 + 0.6 * len(nets) + 0.23 * sum(counts)),
+        squeeze=False,
+        height_ratios=[count + 1 for count in counts],
     )
-    for net, row in zip(nets, panels, strict=True):
+    for (net, tools), row in zip(tools_of.items(), panels, strict=True):
         for (name, label), panel in zip(PICTURED.items(), row, strict=True):
             for place, tool in enumerate(tools):
                 values = [r[name] for r in results.rows(net, tool)]
                 colour = COLOURS[results.kinds[tool]]
                 panel.scatter(values, [place] * len(values), s=14, color=colour, alpha=0.6, linewidths=0)
-                if values:
-                    panel.plot([statistics.fmean(values)] * 2, [place - 0.35, place + 0.35], color=colour, linewidth=2)
+                panel.plot([statistics.fmean(values)] * 2, [place - 0.35, place + 0.35], color=colour, linewidth=2)
             panel.set_ylim(len(tools) - 0.4, -0.6)
             panel.set_yticks(range(len(tools)), tools if panel is row[0] else [""] * len(tools), fontsize=8)
             panel.tick_params(axis="y", length=0)
