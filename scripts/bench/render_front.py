@@ -21,6 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- numbers: written by scripts/bench/render_front.py -->", "<!-- /numbers -->"
 CASE = {"batch": 1, "threads": 1}
 NETS = {"resnet50": "ResNet-50", "mobilenet_v2": "MobileNetV2", "mobilenet_v3_large": "MobileNetV3-Large"}
+TRAINED = {
+    "resnet20": "ResNet-20",
+    "resnet56": "ResNet-56",
+    "mobilenet_v2_half": "MobileNetV2, half width",
+    "mobilenet_v3_half": "MobileNetV3-Large, half width",
+}
 SPEED = {
     "openvino": "**qlightning, `openvino`**",
     "onednn": "**qlightning, `onednn`**",
@@ -47,12 +53,12 @@ def numbers() -> str:
 
 def _accuracy(record: dict[str, Any]) -> Iterator[str]:
     nets = [row["net"] for row in record["nets"] if any(r["net"] == row["net"] for r in record["rows"])]
-    images = {row["net"]: row["images"] for row in record["nets"]}
-    yield "Post-training quantization with default settings, 512 calibration images, all test images of CIFAR-10:"
-    yield "predictions that are the float net's, in percent, and the SQNR of the logits"
-    yield "([all tools and figures](docs/accuracy.md))."
+    (images,) = {row["images"] for row in record["nets"]}
+    yield f"Post-training quantization with default settings, {images:,} test images of CIFAR-10, 512 to calibrate,"
+    yield "three seeds: predictions that are the float net's, and the SQNR of the logits"
+    yield "([all tools and figures, the drop of accuracy too](docs/accuracy.md))."
     yield ""
-    yield from head([""], [f"{net} ({images[net]:,} images)" for net in nets])
+    yield from head([""], [TRAINED.get(net, net) for net in nets])
     for tool, name in ACCURACY.items():
         cells = []
         for net in nets:
