@@ -228,17 +228,7 @@ def without_side_effects(
     Metrics, lists, dicts, sets and plain attributes are its own; it has no loggers, and what it logs goes to ``log``,
     with the arguments of ``self.log``.
     """
-    stand_in: Any = copy.copy(pl_module)
-    for name, value in list(stand_in.__dict__.items()):
-        if isinstance(value, (list, dict, set)):
-            stand_in.__dict__[name] = copy.copy(value)
-    targets = {id(module) for module in prepared.values()}
-    for name, child in stand_in._modules.items():
-        below = list(child.modules()) if child is not None else []
-        if any(isinstance(m, Metric) for m in below) and not any(id(m) in targets for m in below):
-            stand_in._modules[name] = copy.deepcopy(child)
-            for metric in (m for m in stand_in._modules[name].modules() if isinstance(m, Metric)):
-                metric.reset()
+    stand_in: Any = _shallow(pl_module, {id(module) for module in prepared.values()})
     stand_in._trainer = trainer
 
     def log_one(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -251,3 +241,28 @@ def without_side_effects(
     silent: dict[str, Any] = {"log": log_one, "log_dict": log_all, "logger": None, "loggers": []}
     stand_in.__class__ = type(type(pl_module).__name__, (type(pl_module),), silent)
     return stand_in
+
+
+def _shallow(module: nn.Module, shared: set[int]) -> nn.Module:
+    """A copy of a module with containers and metrics of its own; all else below it is shared."""
+    own = copy.copy(module)
+    for name, value in list(own.__dict__.items()):
+        if isinstance(value, (list, dict, set)):
+            own.__dict__[name] = copy.copy(value)
+    for name, child in own._modules.items():
+        if child is not None:
+            own._modules[name] = _with_own_metrics(child, shared)
+    return own
+
+
+def _with_own_metrics(module: nn.Module, shared: set[int]) -> nn.Module:
+    """A module with its metrics copied and empty, while modules of the given ids stay what they are."""
+    below = list(module.modules())
+    if id(module) in shared or not any(isinstance(m, Metric) for m in below):
+        return module
+    if any(id(m) in shared for m in below):
+        return _shallow(module, shared)
+    own = copy.deepcopy(module)
+    for metric in (m for m in own.modules() if isinstance(m, Metric)):
+        metric.reset()
+    return own

@@ -354,3 +354,40 @@ def test_points_of_a_wrong_unit_are_refused_before_the_training(net: nn.Module, 
     with pytest.raises(ConfigError, match=r"percentage points are max_drop=0\.01"):
         training.fit(module, loader(), loader())
     assert training.global_step == 0
+
+
+class WithMetric(nn.Module):
+    """A net and a metric in one module, as it is found in research code."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.distance = torchmetrics.MeanMetric()
+
+
+class Wrapped(Imitation):
+    """Imitation with its net, and a metric beside that, one level deeper."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(nn.Identity())
+        self.first = (copy.deepcopy(net).eval(),)
+        self.wrapper = WithMetric(net)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        target = self.first[0](batch[0])
+        distance = (self.wrapper.net(batch[0]) - target).square().mean() / target.square().mean()
+        self.wrapper.distance.update(distance, weight=len(batch[0]))
+        self.log("val_loss", self.wrapper.distance)
+
+
+def test_metrics_beside_a_net_in_one_module_measure_each_run_alone(net: nn.Module, tmp_path: Any) -> None:
+    found = []
+    for model, name in ((imitation(net), "net"), (Wrapped(copy.deepcopy(net)), "wrapper.net")):
+        callback = PostTrainingQuantization(
+            backend="reference", modules=[name], calibration_data=loader(), max_drop=MaxDrop(1.0, **LOSS)
+        )
+        trainer(pl, tmp_path, [callback]).validate(model, loader(), verbose=False)
+        assert callback.decision is not None
+        found.append((callback.decision.choice.float_value, callback.decision.choice.int8_value))
+    assert found[0][0] == 0
+    assert found[1] == pytest.approx(found[0], rel=1e-5)  # sums in float32
