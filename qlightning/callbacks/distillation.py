@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from qlightning.callbacks.schedule import Schedule
@@ -108,6 +109,7 @@ class Distiller:
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         self._losses: list[Tensor] = []
         self._step: Any = None
+        self._warned = False
 
     @property
     def digest(self) -> str:
@@ -201,6 +203,13 @@ class Distiller:
             with self._asking():
                 output = original(*args, **kwargs)
             losses, self._losses = self._losses, []
+            if not losses and output is not None and not self._warned:
+                self._warned = True
+                rank_zero_warn(
+                    f"distillation: a training step of {type(pl_module).__name__} called none of the nets with "
+                    "gradients, so that nothing is added to its loss. With gradient checkpointing around a whole net "
+                    "use_reentrant=False is needed."
+                )
             is_dict = isinstance(output, Mapping)
             # None: Lightning skips the step. A dict without a loss: it says what is wrong.
             if output is None or not losses or (is_dict and "loss" not in output):
@@ -247,7 +256,9 @@ class Distiller:
             teacher.eval()
         with torch.no_grad():
             answer = teacher(*args, **kwargs)
-        self._losses.append(self.settings.between(output, answer))
+        # Gradient checkpointing around the net must not expect these tensors of a forward that it repeats without us.
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            self._losses.append(self.settings.between(output, answer))
 
 
 def _check_apart(teacher: nn.Module, prepared: Mapping[str, nn.Module]) -> None:

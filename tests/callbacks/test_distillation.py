@@ -1,11 +1,13 @@
 """A teacher's answers as a second loss, beside training steps that know nothing of it."""
 
 import copy
+import functools
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from qlightning import Distillation, QuantizationAwareTraining
 from qlightning.errors import ConfigError
@@ -156,6 +158,39 @@ def test_a_dict_without_a_loss_is_left_to_lightning(tmp_path):
 
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="'loss' key"):
         fit(tmp_path, "float", Empty())
+
+
+class WithoutBatchNorm(type(task(pl))):
+    """Whose net changes nothing in a forward that gradient checkpointing repeats."""
+
+    def __init__(self, around=lambda net, x: net(x)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
+        self.around = around
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.around(self.net, batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("loss", ["kl", "mse"])
+def test_gradient_checkpointing_around_the_net_changes_nothing(tmp_path, loss):
+    around = functools.partial(checkpoint, use_reentrant=False)
+    plain, watched = Watch(), Watch()
+    one, _, _ = fit(tmp_path, Distillation("float", loss=loss), WithoutBatchNorm(), callbacks=[plain])
+    two, _, _ = fit(tmp_path, Distillation("float", loss=loss), WithoutBatchNorm(around), callbacks=[watched])
+    assert plain.logged == watched.logged
+    assert plain.logged[0] > 0
+    x = samples(8)[0]
+    assert torch.equal(one(x), two(x))
+
+
+def test_a_step_in_which_nothing_is_taught_is_said(tmp_path):
+    def around(net, x):
+        return checkpoint(net, x.requires_grad_(), use_reentrant=True)
+
+    with pytest.warns(UserWarning, match="called none of the nets with gradients.* use_reentrant=False"):
+        fit(tmp_path, "float", WithoutBatchNorm(around))
 
 
 def test_a_function_may_compare(tmp_path):
