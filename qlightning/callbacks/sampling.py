@@ -27,12 +27,20 @@ KINDS = ("low", "high", "clip", "sqnr")
 
 
 class Track:
-    """The samples of a training, a bounded number of them, and the stages of its schedule."""
+    """The samples of a training, a bounded number of them, and the stages of its schedule.
+
+    Attributes:
+        steps: The optimizer steps so far, at each sample.
+        stages: The stages of the schedule as they were entered.
+        length: The optimizer steps of the whole training.
+        batches: The training batches so far, by which samples are due; a resumed training goes on counting.
+    """
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.stages: list[Stage] = []
         self.length = 0
+        self.batches = 0
         self._rows: list[Sample] = []
         self._stride, self._seen = 1, 0
 
@@ -66,8 +74,8 @@ class Track:
         """Plain values, for a checkpoint."""
         columns = {kind: {name: list(column) for name, column in self._columns(kind).items()} for kind in KINDS}
         stages = [(s.step, s.epoch, s.number, s.what) for s in self.stages]
-        steps = list(self.steps)
-        return {"steps": steps, "columns": columns, "stages": stages, "stride": self._stride, "seen": self._seen}
+        counts = {"batches": self.batches, "stride": self._stride, "seen": self._seen}
+        return {"steps": list(self.steps), "columns": columns, "stages": stages, **counts}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over what :meth:`state` gave."""
@@ -77,7 +85,7 @@ class Track:
             for i in range(len(self.steps))
         ]
         self.stages = [Stage(*stage) for stage in state["stages"]]
-        self._stride, self._seen = state["stride"], state["seen"]
+        self.batches, self._stride, self._seen = state["batches"], state["stride"], state["seen"]
 
 
 class Sampler:
@@ -99,15 +107,17 @@ class Sampler:
         self.calls: dict[str, dict[str, list[Call]]] = {}
         self._prepared, self._every = dict(prepared), every
         self._watching: ExitStack | None = None
-        self._batches = 0
+        self._is_due = False
         self._works = True
         self._chosen: dict[str, list[str]] = {}
 
     def before_batch(self, pl_module: nn.Module) -> None:
         """Watches the batch, where it is one to be sampled; ``pl_module`` holds the prepared modules."""
-        due = self._batches == 0 or (self._every and (self._batches + 1) % self._every == 0)
-        self._batches += 1
-        if not due or not self._works:
+        track = self.track
+        self._is_due = track.batches == 0 or bool(self._every and (track.batches + 1) % self._every == 0)
+        track.batches += 1
+        wanted = self._is_due or not self.calls  # a resumed training has no inputs to show yet
+        if not wanted or not self._works:
             return
         self.release()
         self._watching = ExitStack()
@@ -128,6 +138,8 @@ class Sampler:
         if self._watching is None:
             return {}
         self.release()
+        if not self._is_due:
+            return {}
         try:
             sample = self._look()
         except Exception as error:  # a training is not lost for it

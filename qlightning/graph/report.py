@@ -114,9 +114,9 @@ class Report:
             >>> path.read_text().startswith("<!DOCTYPE html>")
             True
         """
+        check_target(path)
         if Path(path).suffix not in (".html", ".htm"):
             raise ConfigError(f"{path}: a report is written as HTML; name the file with the suffix .html.")
-        check_target(path)
         text = self.html(data=data, model=model, figures=figures, sensitivity=sensitivity, latency=latency)
         with written_whole(path) as temporary:
             Path(temporary).write_text(text, encoding="utf-8")

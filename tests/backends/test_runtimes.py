@@ -265,7 +265,10 @@ def test_excluded_layers_stay_float(backend: str) -> None:
     reference, int8 = both(Net(), [samples(8)[0]], backend, QConfig(exclude=("conv2",)))
     x, _ = samples(4, seed=3)
     assert_close(int8(x), reference(x))
-    assert [row.name for row in report(int8).float_layers] == ["conv2"]
+    # Where nothing rounds the result of conv1, ONNX Runtime has no int8 kernel for it; the report names it, too.
+    rows = {row.name: row.reason for row in report(int8).float_layers}
+    assert [name for name, reason in rows.items() if reason.startswith("excluded")] == ["conv2"]
+    assert rows.keys() - {"conv2"} == ({"conv1"} if backend == "onnxruntime" else set())
     changed = copy.deepcopy(int8.state_dict())
     changed["conv2.weight"] *= -1
     int8.load_state_dict(changed)
