@@ -231,6 +231,11 @@ def sqnr(reference: Tensor, other: Tensor) -> float:
     exact = reference.detach().double()
     noise = (exact - other.detach().double()).square().sum().item()
     signal = exact.square().sum().item()
+    return decibels(signal, noise)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two powers in dB: infinite where there is no noise, minus infinity for noise without a signal."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf

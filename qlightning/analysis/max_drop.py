@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from qlightning.analysis.metric import Metric, scorer
-from qlightning.analysis.probe import evaluating
+from qlightning.analysis.metric import Metric, drop, scorer
 from qlightning.analysis.sensitivity import LayerSensitivity, measure
 from qlightning.errors import AccuracyError, CalibrationError, ConfigError
+from qlightning.graph.calibrate import evaluating
 from qlightning.graph.convert import convert
 from qlightning.graph.preparation import FloatChoice, Preparation
 from qlightning.graph.selection import Selection, leave_in_float
@@ -42,7 +42,7 @@ class Goal:
 
     def drop(self, reference: float, value: float) -> float:
         """How much worse a value is than a reference."""
-        return reference - value if self.higher_is_better else value - reference
+        return drop(reference, value, self.higher_is_better)
 
     def is_met(self, reference: float, value: float) -> bool:
         """Whether a value is near enough; differences that float32 cannot tell do not count."""

@@ -37,7 +37,12 @@ class Scorer:
 
     def drop(self, reference: float, value: float) -> float:
         """How much worse a value is than a reference, in units of the metric; below zero where it is better."""
-        return reference - value if self.higher_is_better else value - reference
+        return drop(reference, value, self.higher_is_better)
+
+
+def drop(reference: float, value: float, higher_is_better: bool) -> float:
+    """How much worse a value of a metric is than a reference; below zero where it is better."""
+    return reference - value if higher_is_better else value - reference
 
 
 def scorer(metric: Metric, batches: Sequence[Any]) -> Scorer:

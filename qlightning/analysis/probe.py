@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from qlightning.affine import decibels
 from qlightning.errors import ConfigError
 from qlightning.graph.selection import Rounding, Selection
 from qlightning.nn.qat import QATLayer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it a model is in eval mode and builds no graph of gradients; its modes come back."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        nn.Module.train(model, False)
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 class Probe:
@@ -70,9 +56,7 @@ class Probe:
             for reference, other in zip(exact, found, strict=True):
                 signal += reference.double().square().sum().item()
                 noise += (reference.double() - other.double()).square().sum().item()
-        if noise == 0:
-            return math.inf
-        return 10 * math.log10(signal / noise) if signal else -math.inf
+        return decibels(signal, noise)
 
     @contextmanager
     def _counting(self) -> Iterator[None]:

@@ -16,10 +16,10 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from qlightning.analysis.metric import Metric, Scorer, scorer
-from qlightning.analysis.probe import Call, Probe, evaluating
+from qlightning.analysis.probe import Call, Probe
 from qlightning.backends import Backend
 from qlightning.errors import CalibrationError, ConfigError
-from qlightning.graph.calibrate import calibrate, call_arguments, check_batches, check_num_batches
+from qlightning.graph.calibrate import calibrate, call_arguments, check_batches, check_num_batches, evaluating
 from qlightning.graph.capture import module_device
 from qlightning.graph.prepare import prepare
 from qlightning.qconfig import Pattern, QConfig

@@ -128,46 +128,59 @@ def run_batches(
     the batches gave, and returns their number. ``label`` is that of the progress bar, which
     there is where the Trainer has one and ``show`` is True.
     """
-    modes = {module: module.training for module in pl_module.modules()}
     run = calibration_fn or _step_of(trainer, pl_module, prepared)
     count = 0
     show = show and trainer.progress_bar_callback is not None and trainer.is_global_zero
+    with (
+        in_eval_mode(pl_module),
+        context,
+        torch.random.fork_rng(devices=[]),
+        trainer.precision_plugin.forward_context(),
+    ):
+        total = _length(batches, num_batches)
+        bar = tqdm(
+            share_of(batches, num_batches, trainer),
+            label,
+            total=None if total is None else -(-total // trainer.world_size),
+            disable=not show,
+        )
+        for batch in bar:
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
+            # Not the strategy's own device: at fit end the model is on the CPU already.
+            batch = trainer.strategy.batch_to_device(batch, device=pl_module.device, dataloader_idx=0)
+            try:
+                run(pl_module, batch)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"calibration batch {count}: {error}") from error
+            except QuantizationError:
+                raise
+            except Exception as error:
+                raise CalibrationError(
+                    f"Calibration batch {count}: {type(error).__name__}: {error}. If training batches need another "
+                    "treatment, give PostTrainingQuantization(calibration_fn=lambda pl_module, batch: ...) or "
+                    "calibration_data=..."
+                ) from error
+            count += 1
+    return count
+
+
+@contextmanager
+def in_eval_mode(pl_module: nn.Module) -> Iterator[None]:
+    """Within it a LightningModule is in eval mode, and told so; its modes come back as they were."""
+    modes = {module: module.training for module in pl_module.modules()}
     pl_module.eval()
     try:
-        with (
-            context,
-            torch.random.fork_rng(devices=[]),
-            trainer.precision_plugin.forward_context(),
-        ):
-            total = _length(batches, num_batches)
-            bar = tqdm(
-                share_of(batches, num_batches, trainer),
-                label,
-                total=None if total is None else -(-total // trainer.world_size),
-                disable=not show,
-            )
-            for batch in bar:
-                batch = trainer.precision_plugin.convert_input(batch)
-                batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)  # type: ignore[operator]
-                # Not the strategy's own device: at fit end the model is on the CPU already.
-                batch = trainer.strategy.batch_to_device(batch, device=pl_module.device, dataloader_idx=0)
-                try:
-                    run(pl_module, batch)
-                except NonFiniteError as error:
-                    raise NonFiniteError(f"calibration batch {count}: {error}") from error
-                except QuantizationError:
-                    raise
-                except Exception as error:
-                    raise CalibrationError(
-                        f"Calibration batch {count}: {type(error).__name__}: {error}. If training batches need another "
-                        "treatment, give PostTrainingQuantization(calibration_fn=lambda pl_module, batch: ...) or "
-                        "calibration_data=..."
-                    ) from error
-                count += 1
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return count
+
+
+def check_at_most(name: str, batches: Any) -> None:
+    """Raises a ConfigError for a largest number of batches that is none."""
+    if batches is not None and (isinstance(batches, bool) or not isinstance(batches, int) or batches < 1):
+        raise ConfigError(f"{name}={batches!r}: a positive integer or None (all) is needed.")
 
 
 @contextmanager

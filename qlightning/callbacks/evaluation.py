@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from qlightning.analysis.probe import Call
 from qlightning.callbacks.base import LIGHTNING_DATAMODULES, overrides
-from qlightning.callbacks.calibration import without_side_effects
+from qlightning.callbacks.calibration import in_eval_mode, without_side_effects
 from qlightning.callbacks.ranks import gathered
 from qlightning.errors import ConfigError
 
@@ -116,7 +116,7 @@ class Evaluation:
     def _run(self, log: _Log, batches: int | None) -> None:
         trainer, pl_module = self._trainer, self._pl_module
         with (
-            _in_eval_mode(pl_module),
+            in_eval_mode(pl_module),
             torch.inference_mode(False),
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
@@ -152,17 +152,6 @@ def _samples(batch: Any) -> int:
     return next(sizes, 1)
 
 
-@contextmanager
-def _in_eval_mode(pl_module: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in pl_module.modules()}
-    pl_module.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 class _Log:
     """What ``self.log`` gets: means of numbers weighted by the sizes of their batches, and metrics."""
 
@@ -195,12 +184,6 @@ class _Log:
     def values(self) -> dict[str, float]:
         means = {name: total / count for name, (total, count) in self._sums.items()}
         return means | {name: float(metric.compute()) for name, metric in self._metrics.items()}
-
-
-def check_batches(batches: Any) -> None:
-    """Raises a ConfigError for a number of batches that is none."""
-    if batches is not None and (isinstance(batches, bool) or not isinstance(batches, int) or batches < 1):
-        raise ConfigError(f"MaxDrop batches={batches!r}: a positive integer or None (all) is needed.")
 
 
 def iterable(data: Any) -> bool:

@@ -15,7 +15,8 @@ from qlightning.analysis.max_drop import RANKING_BATCHES, Choice, Goal, checked_
 from qlightning.analysis.sensitivity import LayerSensitivity, Sensitivity, measure_calls
 from qlightning.backends import Backend
 from qlightning.callbacks.base import LIGHTNING_DATAMODULES
-from qlightning.callbacks.evaluation import Evaluation, check_batches, iterable, validation_loaders
+from qlightning.callbacks.calibration import check_at_most
+from qlightning.callbacks.evaluation import Evaluation, iterable, validation_loaders
 from qlightning.callbacks.int8_validation import Int8Validation
 from qlightning.errors import CalibrationError, ConfigError
 from qlightning.graph.preparation import FloatChoice
@@ -50,7 +51,7 @@ class MaxDrop:
             raise ConfigError(f"MaxDrop mode={self.mode!r}: 'min' or 'max' is possible.")
         if self.monitor is not None and not isinstance(self.monitor, str):
             raise ConfigError(f"MaxDrop monitor={self.monitor!r}: the name of a metric is needed.")
-        check_batches(self.batches)
+        check_at_most("MaxDrop batches", self.batches)
         if self.data is not None and not isinstance(self.data, LIGHTNING_DATAMODULES) and not iterable(self.data):
             raise ConfigError(
                 f"MaxDrop data={type(self.data).__name__}: a loader that can be gone through several times is needed."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from qlightning.backends import Backend
-from qlightning.callbacks.calibration import CalibrationFn, calibrate_with_steps, calibration_batches, run_batches
+from qlightning.callbacks.calibration import (
+    CalibrationFn,
+    calibrate_with_steps,
+    calibration_batches,
+    check_at_most,
+    run_batches,
+)
 from qlightning.callbacks.callback import QuantizationCallback, has_run, unobserved_message
 from qlightning.callbacks.max_drop import MaxDrop
 from qlightning.callbacks.placement import int8_modules, prepared_in_place, restore_prepared
@@ -89,11 +95,7 @@ class PostTrainingQuantization(QuantizationCallback):
         max_drop: float | MaxDrop | None = None,
     ) -> None:
         super().__init__(qconfig, backend, modules, exclude, save, max_drop)
-        is_count = isinstance(calibration_batches, int) and not isinstance(calibration_batches, bool)
-        if calibration_batches is not None and not (is_count and calibration_batches > 0):
-            raise ConfigError(
-                f"calibration_batches={calibration_batches!r}: a positive integer or None (all) is needed."
-            )
+        check_at_most("calibration_batches", calibration_batches)
         if calibration_fn is not None and not callable(calibration_fn):
             raise ConfigError(f"calibration_fn={calibration_fn!r}: a function of (pl_module, batch) is needed.")
         self.calibration_data = calibration_data
@@ -177,13 +179,6 @@ class PostTrainingQuantization(QuantizationCallback):
             return True
         return all(name not in placed and (facts.of(m) or {}).get("mode") == self.mode for name, m in found.items())
 
-    def _keeping_calls(self, pl_module: nn.Module) -> ExitStack:
-        """Within it the first samples are kept, which the report looks at."""
-        with ExitStack() as stack:
-            for name, module in self.prepared.items():
-                stack.enter_context(keeping_calls(module, self._calls.setdefault(name, {}), pl_module))
-            return stack.pop_all()
-
     def _calibrate(self, trainer: Any, pl_module: nn.Module) -> None:
         batches = calibration_batches(trainer, pl_module, self.calibration_data)
         for module in restore_prepared(pl_module, self.modules).values():
@@ -194,7 +189,7 @@ class PostTrainingQuantization(QuantizationCallback):
         try:
             subject = self._subject(trainer, pl_module, batches)
             apply_steps(self.steps, subject, before_calibration=True)
-            with self._keeping_calls(pl_module):
+            with keeping_calls(self.prepared, pl_module) as self._calls:  # which the report looks at
                 seen = calibrate_with_steps(
                     trainer, pl_module, self.prepared, batches, self.calibration_batches, self.calibration_fn
                 )

@@ -144,14 +144,12 @@ class QuantizationAwareTraining(QuantizationCallback):
             raise ConfigError(f"convert={convert!r}: 'best', 'last', True (the last) or False is possible.")
         if not isinstance(validate_int8, int) or validate_int8 < 0:
             raise ConfigError(f"validate_int8={validate_int8!r}: True, False or a number of epochs is possible.")
-        if not isinstance(reestimate_bn, int) or isinstance(reestimate_bn, bool) or reestimate_bn < 0:
-            raise ConfigError(f"reestimate_bn={reestimate_bn!r}: a number of training batches is possible; 0: none.")
-        if not isinstance(calibrate, int) or isinstance(calibrate, bool) or calibrate < 0:
-            raise ConfigError(f"calibrate={calibrate!r}: a number of training batches is possible; 0: none.")
+        _check_count("reestimate_bn", reestimate_bn, "none")
+        _check_count("calibrate", calibrate, "none")
         if not isinstance(compile, bool):
             raise ConfigError(f"compile={compile!r}: True or False is possible.")
-        if log_every is not None and (not isinstance(log_every, int) or isinstance(log_every, bool) or log_every < 0):
-            raise ConfigError(f"log_every={log_every!r}: a number of training batches is possible; 0: never.")
+        if log_every is not None:
+            _check_count("log_every", log_every, "never")
         self.schedule = Schedule(
             SchedulePoint.parse(fake_quant_start, "fake_quant_start"),
             SchedulePoint.parse(freeze_observers, "freeze_observers"),
@@ -470,3 +468,8 @@ class QuantizationAwareTraining(QuantizationCallback):
         if phase != self._phase and (self._phase is not None or phase.stage != 1):
             rank_zero_info(f"Quantization, epoch {trainer.current_epoch}, step {trainer.global_step}: {phase}.")
         self._phase = phase
+
+
+def _check_count(name: str, value: Any, zero: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{name}={value!r}: a number of training batches is possible; 0: {zero}.")

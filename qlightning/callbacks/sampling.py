@@ -121,10 +121,7 @@ class Sampler:
             return
         self.release()
         self._watching = ExitStack()
-        for name, module in self._prepared.items():
-            kept: dict[str, list[Call]] = {}
-            self._watching.enter_context(keeping_calls(module, kept, pl_module))
-            self.calls[name] = kept
+        self.calls = self._watching.enter_context(keeping_calls(self._prepared, pl_module))
 
     def after_batch(self, step: int) -> dict[str, float]:
         """Takes the sample, where one is due.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, num_batches: int |
     return prepared
 
 
-@torch.no_grad()
 def run_batches(prepared: nn.Module, batches: Iterable[Any], context: AbstractContextManager[None]) -> int:
     """Runs batches through a prepared model in eval mode, within a context that looks at them.
 
@@ -65,23 +64,30 @@ def run_batches(prepared: nn.Module, batches: Iterable[Any], context: AbstractCo
     Raises:
         NonFiniteError: Of an observer, with the number of the batch.
     """
-    modes = [(module, module.training) for module in prepared.modules()]
     device = module_device(prepared)
     seen = 0
+    with evaluating(prepared), context:
+        for index, batch in enumerate(batches):
+            args, kwargs = call_arguments(prepared, batch, device)
+            try:
+                prepared(*args, **kwargs)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"Calibration batch {index}: {error}") from error
+            seen += 1
+    return seen
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it a model is in eval mode and builds no graph of gradients; its modes come back."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
-        nn.Module.train(prepared, False)
-        with torch.inference_mode(False), torch.no_grad(), context:
-            for index, batch in enumerate(batches):
-                args, kwargs = call_arguments(prepared, batch, device)
-                try:
-                    prepared(*args, **kwargs)
-                except NonFiniteError as error:
-                    raise NonFiniteError(f"Calibration batch {index}: {error}") from error
-                seen += 1
+        nn.Module.train(model, False)
+        with torch.inference_mode(False), torch.no_grad():
+            yield
     finally:
         for module, mode in modes:
             module.training = mode
-    return seen
 
 
 def check_num_batches(num_batches: Any) -> None:

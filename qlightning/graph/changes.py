@@ -107,17 +107,23 @@ def undo(model: nn.Module, changes: Mapping[str, Change]) -> None:
 @contextmanager
 def originals(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
     """Within it the tensors that steps have set have the values that they had before; as in :func:`undo`."""
-    swapped = []
-    with torch.no_grad():
-        for path, change in changes.items():
+    with with_values(model, {path: change.before for path, change in changes.items()}):
+        yield
+
+
+@contextmanager
+def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it tensors of a model, by their names below it, have other values, and theirs again afterwards."""
+    swapped: list[tuple[Tensor, Tensor]] = []
+    try:
+        for path, value in values.items():
             tensor = tensor_at(model, path)
             swapped.append((tensor, tensor.detach().clone()))
-            tensor.copy_(change.before)
-        try:
-            yield
-        finally:
-            for tensor, value in swapped:
-                tensor.copy_(value)
+            _copy(tensor, value)
+        yield
+    finally:
+        for tensor, before in swapped:
+            _copy(tensor, before)
 
 
 def tensor_at(model: nn.Module, path: str) -> Tensor:
@@ -125,6 +131,11 @@ def tensor_at(model: nn.Module, path: str) -> Tensor:
     owner, _, name = path.rpartition(".")
     tensor: Tensor = getattr(model.get_submodule(owner), name)
     return tensor
+
+
+@torch.no_grad()
+def _copy(tensor: Tensor, value: Tensor) -> None:
+    tensor.copy_(value)
 
 
 def _number(value: float | None) -> str:

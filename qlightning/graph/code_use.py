@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from qlightning.affine import decibels
 from qlightning.html import Code
 
 BINS = 64
@@ -67,9 +66,7 @@ class CodeUse:
     @property
     def sqnr(self) -> float | None:
         """Of rounding to the grid, in dB; None where no value or nothing but zeros was seen."""
-        if not self._signal:
-            return None
-        return math.inf if not self._noise else 10 * math.log10(self._signal / self._noise)
+        return decibels(self._signal, self._noise) if self._signal else None
 
     def result(self) -> Code:
         """What was counted."""

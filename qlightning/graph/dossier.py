@@ -8,6 +8,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -146,7 +147,7 @@ class _Dossier:
                 whole.layers[f"{start}{layer}"] = row
             for grid in found.grids.values():
                 named = f"{start}{grid.name}"
-                whole.grids[named] = type(grid)(**{**grid.__dict__, "name": named})
+                whole.grids[named] = replace(grid, name=named)
             whole.samples = max(whole.samples, found.samples)
             if len(self.int8) == 1:
                 whole.output_sqnr, whole.same_answer = found.output_sqnr, found.same_answer

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from qlightning.affine import decibels
 from qlightning.backends.qdq import QUANTIZE, QUANTIZE_PER_CHANNEL, layer_path
 from qlightning.graph.capture import module_device
 from qlightning.graph.changes import originals
@@ -52,9 +53,7 @@ class Noise:
     @property
     def sqnr(self) -> float | None:
         """The ratio in dB; None where there was no signal."""
-        if not self.signal:
-            return None
-        return math.inf if not self.error else 10 * math.log10(self.signal / self.error)
+        return decibels(self.signal, self.error) if self.signal else None
 
 
 @dataclass

@@ -93,7 +93,7 @@ def _row(fq: FakeQuantize, path: str) -> LayerRange:
     name, nan = fq.name or path, float("nan")
     if not fq.observed:
         return LayerRange(name, what, str(fq.scheme), nan, nan, nan, "never observed")
-    low, high = _ends(fq)
+    low, high = ends_of(fq)
     remark = ""
     if max(-low, high) > WIDE:
         remark = f"far beyond {WIDE:g}: look for outliers, NaN-like values or an unused branch"
@@ -102,7 +102,9 @@ def _row(fq: FakeQuantize, path: str) -> LayerRange:
     return LayerRange(name, what, str(fq.scheme), low, high, float(fq.scale.max()), remark)
 
 
-def _ends(fq: FakeQuantize) -> tuple[float, float]:
+def ends_of(fq: FakeQuantize) -> tuple[float, float]:
+    """The lowest and the highest value that a grid represents; of all channels, where each has its own."""
+
     def at(code: int) -> Tensor:
         return (code - fq.zero_point).double() * fq.scale.double()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from qlightning.fake_quantize import FakeQuantize, fake_quantizers
 from qlightning.graph.bind import COMPILED
 from qlightning.graph.capture import module_device
 from qlightning.graph.preparation import captured_roots
+from qlightning.graph.ranges import ends_of
 from qlightning.graph.recording import Call, in_eval_mode, is_activation, noting_calls, program_of
 from qlightning.nn.qat import QATLayer
 
@@ -46,21 +48,24 @@ class Sample:
 
 
 @contextmanager
-def keeping_calls(module: nn.Module, kept: dict[str, list[Call]], whole: nn.Module) -> Iterator[None]:
-    """Within it the first call of every captured part of a module is kept, by name: the first samples alone.
+def keeping_calls(modules: Mapping[str, nn.Module], whole: nn.Module) -> Iterator[dict[str, dict[str, list[Call]]]]:
+    """Within it the first call of every captured part of modules is kept, by both names: the first samples alone.
 
-    Where ``torch.compile`` has taken in the calls themselves, anywhere in the whole that the module is a part of,
+    Where ``torch.compile`` has taken in the calls themselves, anywhere in the whole that the modules are parts of,
     nothing is: a hook would compile them anew.
     """
-    roots = {} if any(vars(m).get(COMPILED) for m in whole.modules()) else dict(captured_roots(module))
+    calls: dict[str, dict[str, list[Call]]] = {name: {} for name in modules}
 
-    def keep(name: str, call: Call) -> None:
+    def keep(kept: dict[str, list[Call]], name: str, call: Call) -> None:
         if name not in kept:
             size = max((call.numel() // max(call.samples, 1)), 1)
             kept[name] = [call.cut(min(SAMPLES, max(INPUTS // size, 1)))]
 
-    with noting_calls(roots, keep):
-        yield
+    with ExitStack() as stack:
+        if not any(vars(m).get(COMPILED) for m in whole.modules()):
+            for name, module in modules.items():
+                stack.enter_context(noting_calls(dict(captured_roots(module)), partial(keep, calls[name])))
+        yield calls
 
 
 @torch.no_grad()
@@ -79,9 +84,8 @@ def look_at(prepared: nn.Module, calls: dict[str, list[Call]]) -> Sample:
             found.sqnr[name] = _weight_sqnr(module)
     for name, fq in fake_quantizers(prepared):
         if is_activation(fq) and fq.observed:
-            scheme, zero_point = fq.scheme, fq.zero_point.double()
-            found.low[fq.name or name] = float(((scheme.quant_min - zero_point) * fq.scale).min())
-            found.high[fq.name or name] = float(((scheme.quant_max - zero_point) * fq.scale).max())
+            place = fq.name or name
+            found.low[place], found.high[place] = ends_of(fq)
     with in_eval_mode(prepared.modules()), torch.random.fork_rng(devices=[]):
         for path, root in captured_roots(prepared):
             for call in calls.get(path, ()):

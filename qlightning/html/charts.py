@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from markupsafe import Markup, escape
 
@@ -22,6 +23,8 @@ TOP = 72
 """The ratio in dB, of 12 bits, from which on more makes no difference: values that lie on the grid already."""
 POINTS = 80
 """How many points a line has at most."""
+
+Point = TypeVar("Point", bound=tuple[float, ...])
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ def band(
 ) -> Markup | None:
     """How a range moved over a training; None where fewer than two points are known."""
     points = [(s, a, b) for s, a, b in zip(steps, low, high, strict=True) if a is not None and b is not None]
-    points = points[:: -(-len(points) // POINTS) or 1] + points[-1:]
+    points = _thinned(points)
     if len(points) < 2:
         return None
     y = Axis.round(min(min(a for _, a, _ in points), 0.0), max(max(b for _, _, b in points), 0.0), 3)
@@ -220,7 +223,7 @@ def lines(
     found = []
     for kind, values in series:
         points = [(s, v) for s, v in zip(steps, values, strict=True) if v is not None and math.isfinite(v)]
-        found.append((kind, points[:: -(-len(points) // POINTS) or 1] + points[-1:]))
+        found.append((kind, _thinned(points)))
     known = [v for _, points in found for _, v in points]
     if max(len(points) for _, points in found) < 2:
         return None
@@ -231,6 +234,11 @@ def lines(
         if points
     )
     return plot(body + _marks(stages, x), x, y, caption, "optimizer step", 110)
+
+
+def _thinned(points: list[Point]) -> list[Point]:
+    """At most about `POINTS` of them, and the last one."""
+    return points[:: -(-len(points) // POINTS) or 1] + points[-1:]
 
 
 def _steps(length: int) -> Axis:

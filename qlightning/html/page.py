@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from qlightning.html import charts
 from qlightning.html.content import Grid, History, Layer, Page
-from qlightning.html.wording import NONE, decibel, megabytes, metric, milliseconds, number, percent
+from qlightning.html.wording import decibel, megabytes, metric, milliseconds, number, percent
 
 MOVERS = 12
 """How many ranges the overview shows: those that moved most."""
@@ -49,6 +48,8 @@ def render(page: Page) -> str:
 
 @lru_cache(maxsize=1)
 def _template() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # of no use before a page is written
+
     environment = Environment(
         loader=PackageLoader("qlightning.html"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -131,7 +132,7 @@ def _ranges(name: str, page: Page, what: str = "") -> list[Markup]:
     history = page.history
     if name not in history.low:
         return []
-    caption = f"{what}range over training".capitalize() if not what else f"{what}range over training"
+    caption = f"{what}range over training" if what else "Range over training"
     plot = charts.band(history.steps, history.low[name], history.high[name], page.stages, caption, page.length)
     return [plot] if plot is not None else []
 
@@ -211,6 +212,3 @@ def _sections(page: Page) -> Sequence[tuple[str, str]]:
         ("settings", "Settings", bool(page.settings or page.versions)),
     ]
     return [(anchor, title) for anchor, title, there in known if there]
-
-
-__all__ = ["NONE", "render"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from qlightning.fake_quantize import FakeQuantize, fake_quantizers
-from qlightning.graph.changes import Change, StepReport, tensor_at
+from qlightning.graph.changes import Change, StepReport, tensor_at, with_values
 from qlightning.graph.preparation import Preparation, PreparedModule
 from qlightning.nn.qat import QATLayer
 
@@ -82,18 +82,10 @@ class Subject:
     def in_float(self) -> Iterator[None]:
         """Makes the nets float, as they were when they were calibrated, for as long as the context lasts."""
         fqs = [fq for model in self.models.values() for _, fq in fake_quantizers(model)]
-        swapped: list[tuple[Tensor, Tensor]] = []
-        with unrounded(*fqs):
-            try:
-                for name, originals in self.originals.items():
-                    for path, original in originals.items():
-                        tensor = tensor_at(self.models[name], path)
-                        swapped.append((tensor, tensor.detach().clone()))
-                        _copy(tensor, original)
-                yield
-            finally:
-                for tensor, value in swapped:
-                    _copy(tensor, value)
+        with unrounded(*fqs), ExitStack() as stack:
+            for name, originals in self.originals.items():
+                stack.enter_context(with_values(self.models[name], originals))
+            yield
 
 
 @contextmanager
@@ -117,8 +109,3 @@ def layers_of(subject: Subject) -> int:
 def full_name(*parts: str) -> str:
     """The name of what stands below modules, by the names of these and its own."""
     return ".".join(part for part in parts if part)
-
-
-@torch.no_grad()
-def _copy(tensor: Tensor, value: Tensor) -> None:
-    tensor.copy_(value)

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from qlightning.backends import available
 from qlightning.steps import BiasCorrection, Step
-from scripts.bench.runners import Reader, Run, Subject, exported, onnxruntime_run, openvino_run, pt2e, torch_run
+from scripts.bench.runners import (
+    Run,
+    Subject,
+    exported,
+    onnxruntime_quantized,
+    onnxruntime_run,
+    openvino_run,
+    pt2e,
+    torch_run,
+)
 
 
 @dataclass(frozen=True)
@@ -94,22 +103,7 @@ def _fx(subject: Subject, reduce_range: bool) -> Run:
 
 
 def _onnxruntime(subject: Subject, method: str) -> Run:
-    """Static quantization in the QDQ form, with the preparation of the graph that its documentation advises."""
-    from onnxruntime import quantization
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    path, prepared = subject.folder / f"ort_{method}.onnx", subject.folder / "ort_prepared.onnx"
-    quant_pre_process(exported(subject), prepared)
-    quantization.quantize_static(
-        prepared,
-        path,
-        Reader(subject.images),
-        quant_format=quantization.QuantFormat.QDQ,
-        per_channel=True,
-        activation_type=quantization.QuantType.QUInt8,
-        weight_type=quantization.QuantType.QInt8,
-        calibrate_method=quantization.CalibrationMethod[method],
-    )
+    path = onnxruntime_quantized(subject, subject.folder / f"ort_{method}.onnx", method)
     return onnxruntime_run(path, len(subject.images[0]), torch.get_num_threads())
 
 

@@ -166,22 +166,33 @@ def exported(subject: Subject) -> Path:
 
 
 def _onnxruntime_quantized(subject: Subject) -> Path:
-    """ONNX Runtime's own static quantization, in its QDQ form, with its own preparation of the graph."""
+    path = subject.folder / "ort_int8.onnx"
+    return path if path.exists() else onnxruntime_quantized(subject, path, "MinMax")
+
+
+def onnxruntime_quantized(subject: Subject, path: Path, method: str) -> Path:
+    """ONNX Runtime's own static quantization, in its QDQ form, with its own preparation of the graph.
+
+    Args:
+        subject: The float net.
+        path: The file to write.
+        method: The name of one of its ways to calibrate; its default is "MinMax".
+    """
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    path, prepared = subject.folder / "ort_int8.onnx", subject.folder / "ort_prepared.onnx"
-    if not path.exists():
-        quant_pre_process(exported(subject), prepared)
-        quantization.quantize_static(
-            prepared,
-            path,
-            Reader(subject.images),
-            quant_format=quantization.QuantFormat.QDQ,
-            per_channel=True,
-            activation_type=quantization.QuantType.QUInt8,
-            weight_type=quantization.QuantType.QInt8,
-        )
+    prepared = subject.folder / "ort_prepared.onnx"
+    quant_pre_process(exported(subject), prepared)
+    quantization.quantize_static(
+        prepared,
+        path,
+        Reader(subject.images),
+        quant_format=quantization.QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=quantization.QuantType.QUInt8,
+        weight_type=quantization.QuantType.QInt8,
+        calibrate_method=quantization.CalibrationMethod[method],
+    )
     return path
 
 
