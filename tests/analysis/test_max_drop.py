@@ -90,16 +90,6 @@ def test_percentage_points_of_a_fraction_are_an_error() -> None:
 
 
 @pytest.fixture(scope="module")
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU6(),
-        nn.Flatten(), nn.Linear(72, 4),
-    )  # fmt: skip
-    return net.eval()
-
-
-@pytest.fixture(scope="module")
 def batches(net: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """With the float net's own predictions for targets: its accuracy is 1, and any flip counts."""
     torch.manual_seed(1)

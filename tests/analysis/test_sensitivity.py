@@ -24,16 +24,6 @@ LAYERS = ["0", "3", "6"]
 
 
 @pytest.fixture(scope="module")
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU6(),
-        nn.Flatten(), nn.Linear(72, 4),
-    )  # fmt: skip
-    return net.eval()
-
-
-@pytest.fixture(scope="module")
 def batches() -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
     return [(torch.randn(16, 3, 9, 9), torch.randint(0, 4, (16,))) for _ in range(3)]
